@@ -1,0 +1,64 @@
+# The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
+#
+#   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
+#
+# PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
+# virtual environment is made in .venv on first use.
+
+RECIPE ?= tiny
+NPROC ?= 1
+OVERRIDES ?=
+WORLD ?=
+FIND ?=
+PORT ?= 6006
+TESTS ?= tests
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+export PYTHONPATH := $(CURDIR)
+export PYTHONDONTWRITEBYTECODE ?=
+
+ifdef PYTHON
+READY := python-given
+else
+PYTHON := $(CURDIR)/.venv/bin/python
+READY := .venv/ready
+endif
+
+.PHONY: help pretrain test lint format show recipes knobs tensorboard corpus bench python-given
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+.venv/ready: requirements.txt launch/setup.py
+	@python3 launch/setup.py .venv
+
+python-given: launch/setup.py
+	@$(PYTHON) launch/setup.py --check
+
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
+	@exec $(PYTHON) -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
+
+show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
+	@exec $(PYTHON) -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+
+recipes: $(READY) ## the recipes, with size and layout
+	@exec $(PYTHON) -m recipes.list
+
+knobs: $(READY) ## every knob with unit and meaning (FIND=text)
+	@exec $(PYTHON) -m recipes.knobs $(if $(FIND),--find "$(FIND)")
+
+tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
+	@exec $(PYTHON) -m tensorboard.main --logdir runs --port "$(PORT)"
+
+test: $(READY) ## the whole test suite
+	@exec $(PYTHON) -m pytest $(TESTS)
+
+lint: $(READY) ## ruff check and format check
+	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+
+format: $(READY) ## ruff format and fix
+	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
+
+bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Trainer
+	@exec $(PYTHON) -m benchmarks.step

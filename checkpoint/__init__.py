@@ -1,0 +1,1 @@
+"""Layout-free checkpoints: written in pieces by whoever owns them, read in any other cut."""

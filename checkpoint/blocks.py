@@ -1,0 +1,115 @@
+"""Files of a checkpoint as blocks with a digest each, so that a part can be checked without the whole.
+
+The one rule: bytes are compared with their digest before anyone looks at what they say. A file is
+opened without following links. Damage raises `Damaged` with one line per problem: path and cause.
+Digests are xxh3-128 (xxhash.com): they find accidents, not forgery. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+# Small enough that a piece of a parameter cut over a thousand ranks costs little beside itself,
+# large enough that digests are a 60,000th of the data.
+BLOCK_BYTES = 1 << 20
+DIGEST_BYTES = 16
+# Blocks read or written at once.
+WINDOW_BYTES = 16 * BLOCK_BYTES
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written: `problems`, one line each."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def digest(data) -> bytes:
+    """xxh3-128 of a buffer, 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def root(digests: Sequence[bytes]) -> str:
+    """One hexadecimal digest for a file, from those of its blocks in order."""
+    return digest(b"".join(digests)).hex()
+
+
+def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
+    """The digests of a file of `num_bytes` from their hexadecimal text; Damaged unless they fit it."""
+    try:
+        joined = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        raise Damaged(f"{path}: its index holds no block digests") from None
+    if len(joined) != DIGEST_BYTES * -(-num_bytes // BLOCK_BYTES):
+        raise Damaged(
+            f"{path}: {num_bytes} bytes need another number of digests than its index has"
+        )
+    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, or no file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged(f"{path}: not a regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_size(descriptor: int, path: Path, num_bytes: int) -> None:
+    """Damaged unless the open file has exactly `num_bytes`."""
+    found = os.fstat(descriptor).st_size
+    if found != num_bytes:
+        raise Damaged(f"{path}: {found} bytes where {num_bytes} were written")
+
+
+def read_blocks(
+    descriptor: int, path: Path, first: int, buffer: memoryview, digests: Sequence[bytes]
+) -> None:
+    """Fill `buffer` with the file from block `first` on and check each block that it holds.
+
+    `buffer` ends where a block or the file ends. Raises Damaged; the buffer then holds nothing usable.
+    """
+    start, done = first * BLOCK_BYTES, 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], start + done)
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror} at byte {start + done}") from None
+        if count == 0:
+            raise Damaged(f"{path}: ends at byte {start + done}")
+        done += count
+    bad = [
+        first + i
+        for i in range(-(-len(buffer) // BLOCK_BYTES))
+        if digest(buffer[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) != digests[first + i]
+    ]
+    if bad:
+        raise Damaged(f"{path}: {len(bad)} blocks differ from their digests, the first at byte"
+                      f" {bad[0] * BLOCK_BYTES}")  # fmt: skip
+
+
+def check_file(
+    path: Path, num_bytes: int, digests: Sequence[bytes], blocks: Sequence[int] | None = None
+) -> None:
+    """Read a file back and compare: all of it, or only `blocks`. Raises Damaged."""
+    buffer = memoryview(bytearray(min(WINDOW_BYTES, max(num_bytes, 1))))
+    with opened(path) as descriptor:
+        check_size(descriptor, path, num_bytes)
+        per_read = WINDOW_BYTES // BLOCK_BYTES if blocks is None else 1
+        for first in range(0, len(digests), per_read) if blocks is None else blocks:
+            size = min(per_read * BLOCK_BYTES, num_bytes - first * BLOCK_BYTES)
+            read_blocks(descriptor, path, first, buffer[:size], digests)

@@ -1,0 +1,200 @@
+"""Which checkpoints there are, whether they are whole, which one to resume from, which ones to remove.
+
+The one rule: rank 0 looks and everyone is told. Ranks that looked for themselves could see different
+things on a network file system and load different steps. A damaged checkpoint is passed over aloud;
+when checkpoints exist but none is whole, nothing is chosen in silence: that is an error.
+Units: steps, bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.blocks import Damaged, check_file, check_size, opened
+from checkpoint.comm import Comm, broadcast
+from checkpoint.manifest import Manifest, committed, read_manifest
+from checkpoint.storage import data_name, file_digests, index_name, read_index
+from recipes.schema import UserError
+
+# Blocks of each file that a sampled check reads, besides the first and the last.
+SAMPLE_BLOCKS = 6
+DEPTHS = ("sizes", "sampled", "full")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `newest` ones, and each `every` steps for ever (0 = none)."""
+
+    newest: int = 3
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.newest < 1 or self.every < 0:
+            raise ValueError(f"keep at least the newest one, every >= 0: {self}")
+
+
+KEEP = Keep()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that may be loaded."""
+
+    step: int
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest whole checkpoint, if there is one, and the newer ones that were passed over."""
+
+    found: Found | None
+    damaged: list[tuple[Path, list[str]]]  # (folder, problems), newest first
+
+
+def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[str]:
+    """Problems of one checkpoint folder, one line per file; none when it is whole.
+
+    `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of each
+    data file; `full` every byte.
+    """
+    if depth not in DEPTHS:
+        raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
+    try:
+        manifest = read_manifest(folder)
+    except Damaged as damage:
+        return damage.problems
+    problems = []
+    for rank in range(manifest.world):
+        try:
+            if depth == "sizes":
+                for name in (data_name(rank), index_name(rank)):
+                    with opened(folder / name) as descriptor:
+                        check_size(descriptor, folder / name, manifest.files[name][0])
+            else:
+                check_rank(folder, rank, manifest.files, depth, seed)
+        except Damaged as damage:
+            problems += damage.problems
+    return problems
+
+
+def check_rank(
+    folder: Path, rank: int, files: dict[str, list], depth: str, seed: int | None = None
+) -> None:
+    """Read back one rank's index and a sample, or all, of its data. Raises Damaged."""
+    entry = files[data_name(rank)]
+    path = folder / data_name(rank)
+    digests = file_digests(folder, rank, read_index(folder, rank, files[index_name(rank)]), entry)
+    blocks: Sequence[int] | None = None
+    if depth == "sampled" and len(digests) > SAMPLE_BLOCKS + 2:
+        inner = random.Random(seed).sample(range(1, len(digests) - 1), SAMPLE_BLOCKS)
+        blocks = [0, *sorted(inner), len(digests) - 1]
+    drop_from_cache(path)
+    check_file(path, entry[0], digests, blocks)
+
+
+def drop_from_cache(path: Path) -> None:
+    """Ask the kernel to forget a file's clean pages, so that reading it back reads the disk."""
+    with opened(path) as descriptor:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None = None) -> Choice:
+    """The newest whole checkpoint of a step under `below`, the same on all ranks; a collective."""
+    choice: Choice | str | None = None
+    if comm.rank == 0:
+        try:
+            choice = _look(run_folder / "checkpoints", depth, below)
+        except OSError as error:
+            choice = f"{run_folder / 'checkpoints'}: {error.strerror}"
+    choice = broadcast(comm, choice, "choice of the checkpoint")
+    if isinstance(choice, str):
+        raise UserError(choice)
+    return choice
+
+
+def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
+    """Like `choose`, for a run about to start; `found` is None only where nothing was ever committed.
+
+    Raises UserError on all ranks when there are checkpoints and none of them is whole.
+    """
+    choice = choose(run_folder, comm, depth)
+    if choice.found is None and choice.damaged:
+        raise none_is_whole(choice.damaged)
+    return choice
+
+
+def _look(checkpoints: Path, depth: str, below: int | None) -> Choice:
+    damaged: list[tuple[Path, list[str]]] = []
+    for step, folder in reversed(committed(checkpoints)):
+        if below is not None and step >= below:
+            continue
+        problems = verify(folder, depth)
+        if not problems:
+            return Choice(Found(step, folder, read_manifest(folder)), damaged)
+        damaged.append((folder, problems))
+    return Choice(None, damaged)
+
+
+def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
+    """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
+    return UserError(
+        *(problem for _, problems in damaged for problem in problems),
+        f"{damaged[0][0].parent} holds {len(damaged)} checkpoints and none is whole; repair one, or"
+        " start from step 0 with resume=fresh",
+    )
+
+
+def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Found:
+    """The checkpoint of `step` on all ranks. Raises UserError when it is missing or damaged."""
+    outcome: Found | UserError | None = None
+    if comm.rank == 0:
+        steps = dict(committed(run_folder / "checkpoints"))
+        if step not in steps:
+            there = ", ".join(str(one) for one in sorted(steps)) or "none"
+            outcome = UserError(
+                f"step={step}: {run_folder} has no such checkpoint; it has: {there}"
+            )
+        else:
+            problems = verify(steps[step], depth)
+            outcome = (
+                UserError(*problems)
+                if problems
+                else Found(step, steps[step], read_manifest(steps[step]))
+            )
+    outcome = broadcast(comm, outcome, "checkpoint asked for")
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
+def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
+    """Steps that may go, once `verified` is committed and read back. Pure.
+
+    Only older ones go: a checkpoint newer than the verified one is somebody's future.
+    """
+    ordered = sorted(steps)
+    stay = set(ordered[-keep.newest :]) | {verified}
+    if keep.every:
+        stay |= {step for step in ordered if step % keep.every == 0}
+    return [step for step in ordered if step not in stay and step < verified]
+
+
+def prune(checkpoints: Path, keep: Keep, verified: int, epoch: int) -> list[int]:
+    """Remove what `removable` names; steps that went.
+
+    A folder loses its final name first: one half removed is never taken for a checkpoint.
+    """
+    folders = dict(committed(checkpoints))
+    gone = removable(list(folders), keep, verified)
+    for step in gone:
+        doomed = checkpoints / f"{folders[step].name}.gone-{epoch}"
+        os.rename(folders[step], doomed)
+        shutil.rmtree(doomed)
+    return gone

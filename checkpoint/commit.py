@@ -1,0 +1,205 @@
+"""Saving: all ranks write, rank 0 decides once, a rename is the commit.
+
+    prepare   rank 0 sweeps leftovers, makes step-00001200.tmp-<epoch>/
+    write     every rank writes and fsyncs its file and index, digesting as it writes
+    commit    rank 0 checks that the pieces are complete, writes MANIFEST.json, renames the folder
+    verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
+
+The one rule: between two phases every rank learns how all others fared, and one failure is everyone's
+failure: the save is given up with one message, training goes on, older checkpoints stay. A folder
+under its final name is complete and durable, at every moment, whoever dies.
+Units: seconds, bytes, steps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint import manifest as manifests
+from checkpoint.blocks import Damaged
+from checkpoint.choose import KEEP, Keep, check_rank, prune
+from checkpoint.comm import Comm
+from checkpoint.index import Fragment, holes, merge
+from checkpoint.manifest import Manifest, encode, folder_name
+from checkpoint.storage import (
+    Point,
+    index_name,
+    naming,
+    nothing,
+    read_index,
+    sync_folder,
+    write_file,
+    write_rank,
+)
+
+# How long a rank looks for the folder that rank 0 made before it calls it missing: network file
+# systems show new names late.
+LAG_S = 30.0
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save went, the same on all ranks but for the times."""
+
+    step: int
+    folder: Path
+    ok: bool
+    problem: str | None  # why it failed: rank, path, cause
+    bytes: int  # of all ranks together
+    seconds: float
+    stall_s: float  # time that training stood still
+    removed: tuple[int, ...] = ()  # steps of older checkpoints that went
+    notes: tuple[str, ...] = ()  # what went wrong without harm
+
+
+class SaveFailed(Exception):
+    """Some rank could not do its part; the same message on every rank."""
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one, once."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def save(
+    run_folder: Path,
+    step: int,
+    fragments: Sequence[Fragment],
+    state: dict[str, Any],
+    comm: Comm,
+    *,
+    local: dict[str, Any] | None = None,
+    keep: Keep = KEEP,
+    epoch: int = 0,
+    verify: str = "sampled",
+    point: Point = nothing,
+) -> SaveReport:
+    """Save the state after update `step`; a collective of all ranks.
+
+    `state` is JSON of the run (rank 0's counts), `local` of this rank. `verify` is sampled or full.
+    What fails on any rank is reported, not raised. Raises RuntimeError only where the ranks lose each
+    other, so that none waits for ever.
+    """
+    began = time.perf_counter()
+    checkpoints = run_folder / "checkpoints"
+    final = checkpoints / folder_name(step)
+    temporary = checkpoints / f"{final.name}.tmp-{epoch}"
+    phase = _Phases(comm, point)
+    problem, total, removed, notes = None, 0, (), ()
+    try:
+        phase("prepare", lambda: _prepare(checkpoints, final, temporary, point), only=0)
+        written = phase(
+            "write", lambda: _write(temporary, fragments, local or {}, comm.rank, point)
+        )
+        files = {name: entry for part in written for name, entry in part.items()}
+        total = sum(size for size, _ in files.values())
+        made = Manifest(step, epoch, comm.world, state, files)
+        notes = phase("commit", lambda: _commit(temporary, final, made, point), only=0)[0]
+        phase("verify", lambda: check_rank(final, comm.rank, files, verify))
+        removed = phase("prune", lambda: prune(checkpoints, keep, step, epoch), only=0)[0]
+    except SaveFailed as failure:
+        problem = str(failure)
+        if comm.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    seconds = time.perf_counter() - began
+    return SaveReport(
+        step, final, problem is None, problem, total, seconds, seconds, tuple(removed), tuple(notes)
+    )
+
+
+class _Phases:
+    """Runs a part of the work and exchanges how it went."""
+
+    def __init__(self, comm: Comm, point: Point):
+        self.comm, self.point = comm, point
+
+    def __call__(self, what: str, action: Callable[[], Any], only: int | None = None) -> list[Any]:
+        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed on all ranks."""
+        value, problem = None, None
+        if only is None or only == self.comm.rank:
+            try:
+                value = action()
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = _cause(error)
+        self.point(f"exchange {what}", self.comm.rank)
+        outcomes = self.comm.exchange((value, problem), f"checkpoint {what}")
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
+        if problems:
+            more = f" (and {len(problems) - 1} other ranks)" if len(problems) > 1 else ""
+            raise SaveFailed(f"{what}: {problems[0]}{more}")
+        return [value for value, _ in outcomes]
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, Damaged):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _prepare(checkpoints: Path, final: Path, temporary: Path, point: Point) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(final):
+        raise FileExistsError(17, "this step is saved already; a checkpoint is never overwritten",
+                              str(final))  # fmt: skip
+    manifests.sweep(checkpoints)
+    point("open folder", 0)
+    with naming(temporary):
+        temporary.mkdir()
+
+
+def _write(
+    temporary: Path, fragments: Sequence[Fragment], local: dict, rank: int, point: Point
+) -> dict[str, list]:
+    deadline = time.monotonic() + LAG_S
+    while not temporary.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    files = write_rank(temporary, rank, fragments, local, point)
+    point("fsync folder", rank)
+    sync_folder(temporary)
+    return files
+
+
+def _commit(temporary: Path, final: Path, made: Manifest, point: Point) -> list[str]:
+    """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm."""
+    missing = holes(
+        merge([read_index(temporary, r, made.files[index_name(r)]) for r in range(made.world)])
+    )
+    if missing:
+        raise Damaged(
+            f"{temporary}: the pieces of all ranks do not make whole tensors: {missing[0]}"
+        )
+    new = temporary / f"{manifests.NAME}.new"
+    write_file(new, encode(made), 0, point, "manifest")
+    with naming(final):
+        point("rename manifest", 0)
+        os.rename(new, temporary / manifests.NAME)
+        point("fsync folder", 0)
+        sync_folder(temporary)
+        point("commit", 0)
+        os.rename(temporary, final)
+        point("fsync parent", 0)
+        sync_folder(final.parent)
+    try:
+        _hint(final, point)
+    except OSError as error:
+        return [f"the hint 'latest' was not written, which no run depends on: {_cause(error)}"]
+    return []
+
+
+def _hint(final: Path, point: Point) -> None:
+    """`latest`: for people and other tools; resuming never reads it."""
+    new = final.parent / "latest.new"
+    new.unlink(missing_ok=True)
+    write_file(new, f"{final.name}\n".encode(), 0, point, "hint")
+    point("rename hint", 0)
+    with naming(new):
+        os.rename(new, final.parent / "latest")
+    sync_folder(final.parent)

@@ -1,0 +1,141 @@
+"""MANIFEST.json: the file that makes a folder a checkpoint, and the names that may stand in it.
+
+    checkpoints/step-00001200/MANIFEST.json   {"checksum": ..., "step": 1200, "files": {name: [bytes, digest]}, ...}
+
+The one rule: nothing in a checkpoint is believed before the manifest's own checksum holds; it covers
+every byte of the file, itself counted as zeros. Names of files are matched against a fixed pattern
+that has no room for a path. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.blocks import Damaged, digest, opened
+
+FORMAT = 1
+NAME = "MANIFEST.json"
+FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.(bin|json)", re.ASCII)
+STEP_PATTERN = re.compile(r"step-(\d{8,18})", re.ASCII)
+# Leftovers of a save or a removal that did not end: <step>.tmp-<epoch>, <step>.gone-<epoch>.
+STALE_PATTERN = re.compile(r"step-\d{8,18}\.(tmp|gone)-\d+", re.ASCII)
+HEAD = '{"checksum":"'
+BLANK = "0" * 32
+MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint says of itself."""
+
+    step: int
+    epoch: int  # of the writer's lease
+    world: int  # ranks that wrote
+    state: dict[str, Any]  # of the run: see state.py
+    files: dict[str, list]  # name -> [bytes, digest]
+    format: int = FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files but the manifest."""
+        return sum(size for size, _ in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    """step-00001200: eight digits, so that a listing sorts for people; code compares numbers."""
+    return f"step-{step:08d}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The text of the file, checksum first."""
+    body = json.dumps(asdict(manifest), separators=(",", ":"), allow_nan=False)
+    blank = f'{HEAD}{BLANK}",{body[1:]}\n'.encode()
+    return blank.replace(BLANK.encode(), digest(blank).hex().encode(), 1)
+
+
+def decode(data: bytes, path: Path) -> Manifest:
+    """The manifest; Damaged unless checksum, format, values and names of files are right."""
+    head = HEAD.encode()
+    stored = data[len(head) : len(head) + 32]
+    blank = data[: len(head)] + BLANK.encode() + data[len(head) + 32 :]
+    if not data.startswith(head) or digest(blank).hex().encode() != stored:
+        raise Damaged(f"{path}: differs from its checksum")
+    try:
+        values = json.loads(data)
+        del values["checksum"]
+        manifest = Manifest(**values)
+        _check(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{path}: {error}") from None
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    if manifest.format != FORMAT:
+        raise ValueError(f"format {manifest.format}, this version reads {FORMAT}")
+    numbers = (manifest.step, manifest.epoch, manifest.world)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("step, epoch and world must be whole numbers")
+    expected = {
+        f"rank-{rank:05d}.{end}" for rank in range(manifest.world) for end in ("bin", "json")
+    }
+    for name, entry in manifest.files.items():
+        if not FILE_PATTERN.fullmatch(name):
+            raise ValueError(f"illegal file name {name[:80]!r}")
+        size, text = entry
+        if type(size) is not int or size < 0 or not re.fullmatch(r"[0-9a-f]{32}", text, re.ASCII):
+            raise ValueError(f"illegal entry of {name}")
+    if set(manifest.files) != expected:
+        raise ValueError(f"files are not those of {manifest.world} ranks")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a committed checkpoint folder. Raises Damaged, also for a link or another step."""
+    path = folder / NAME
+    if folder.is_symlink():
+        raise Damaged(f"{folder}: a link, not a folder")
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > MOST_BYTES:
+            raise Damaged(f"{path}: {size} bytes is no manifest")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            manifest = decode(file.read(), path)
+    named = STEP_PATTERN.fullmatch(folder.name)
+    if named and int(named.group(1)) != manifest.step:
+        raise Damaged(f"{path}: is of step {manifest.step}")
+    return manifest
+
+
+def committed(checkpoints: Path) -> list[tuple[int, Path]]:
+    """[(step, folder)] in numeric order of what was once committed; stray names and links are no step."""
+    found = []
+    try:
+        entries = list(os.scandir(checkpoints))
+    except FileNotFoundError:
+        return []
+    for entry in entries:
+        match = STEP_PATTERN.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            found.append((int(match.group(1)), checkpoints / entry.name))
+    return sorted(found)
+
+
+def sweep(checkpoints: Path, keep: Path | None = None) -> list[str]:
+    """Remove what unfinished saves and removals left behind; names that went. Never follows links."""
+    gone = []
+    for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
+        path = checkpoints / entry.name
+        if STALE_PATTERN.fullmatch(entry.name) and path != keep:
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            gone.append(entry.name)
+    return gone

@@ -1,0 +1,149 @@
+"""What may change between a checkpoint and the recipe that goes on from it.
+
+    fixed        another model, another order of the data, another optimizer: refused
+    deliberate   changes the curve from here on: needs its name in `allow`, goes on record
+    free         speed, memory, place, looks: goes on record
+
+The one rule: what nobody classified is deliberate. Keys are those of recipes/schema.py, dotted; a
+pattern covers what lies under it, `*` stands for one name. `identity` holds what the recipe does not
+say itself: fingerprints of corpora and tokenizer, the version of the order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FIXED = (
+    "identity",
+    "model",
+    "seed",
+    "data.window_tokens",
+    "data.tokenizer",
+    "data.attend",
+    "optim.name",
+)
+FREE = (
+    "run",
+    "stop_after",
+    "zero",
+    "parallel",
+    "micro_batch",
+    "recompute",
+    "compile",
+    "cluster",
+    "log",
+    "ds",
+    "checkpoint",
+    "eval_every",
+    "eval_tokens",
+    "data.prefetch",
+    # The recipe's way to a corpus; which corpus it is stands in `identity`.
+    "data.sources.*.corpus",
+    "data.sources.*.build",
+    "data.sources.*.max_epochs",
+)
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One knob that differs."""
+
+    key: str
+    stored: Any
+    now: Any
+    treatment: str  # fixed, deliberate or free
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.stored)} in the checkpoint, {_shown(self.now)} now"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the run may go on, and what differs."""
+
+    problems: list[str]  # one line each; empty = go on
+    changes: list[Change]  # to be recorded: history for deliberate ones, events for free ones
+
+
+def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Verdict:
+    """Compare two resolved recipes (nested dicts, `identity` beside them). Pure.
+
+    `allow` names deliberate changes: a dotted key, or a group that covers all under it. A name in it
+    that is no knob, or is fixed, is a problem: an allowance that does nothing must not look like one.
+    """
+    before, after = flatten(stored), flatten(now)
+    # What only one side knows (a source added, a knob of another version) differs as well.
+    keys = [*before, *(key for key in after if key not in before)]
+    allowed = list(allow)
+    problems = [line for name in allowed if (line := _bad_allowance(name, keys))]
+    changes = []
+    for key in keys:
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if _same(old, new):
+            continue
+        change = Change(key, old, new, treatment(key))
+        changes.append(change)
+        if change.treatment == "fixed":
+            problems.append(
+                f"{change}; it is part of what this run is: put the old value back, or start a new"
+                " run (run=<name> init_from=<this run>@<step>)"
+            )
+        elif change.treatment == "deliberate" and not any(_covers(a, key) for a in allowed):
+            problems.append(
+                f"{change}; it changes the run from here on: put the old value back, or allow it by"
+                f" name with allow=[{key}]"
+            )
+    return Verdict(problems, changes)
+
+
+def treatment(key: str) -> str:
+    """fixed, deliberate or free."""
+    if any(_covers(pattern, key) for pattern in FIXED):
+        return "fixed"
+    if any(_covers(pattern, key) for pattern in FREE):
+        return "free"
+    return "deliberate"
+
+
+def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value that is no mapping}; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{key}.")
+        elif not isinstance(value, Mapping):
+            flat[key] = value
+    return flat
+
+
+def _covers(pattern: str, key: str) -> bool:
+    """Whether `key` is `pattern` or lies under it."""
+    wanted, names = pattern.split("."), key.split(".")
+    return len(wanted) <= len(names) and all(
+        w in ("*", n) for w, n in zip(wanted, names, strict=False)
+    )
+
+
+def _bad_allowance(name: str, keys: Iterable[str]) -> str | None:
+    under = [key for key in keys if _covers(name, key)]
+    if not under:
+        return f"allow=[{name}]: no knob has this name; `make knobs` lists them"
+    if all(treatment(key) == "fixed" for key in under):
+        return f"allow=[{name}]: this cannot change within a run; start a new one (init_from=...)"
+    return None
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Equal once written as JSON: a tuple is a list, 1 is not True, 1 is 1.0."""
+    if isinstance(old, bool) != isinstance(new, bool):
+        return False
+    return old == new or json.dumps(old, default=str) == json.dumps(new, default=str)
+
+
+def _shown(value: Any) -> str:
+    return value if value == ABSENT else json.dumps(value, default=str)

@@ -1,0 +1,3 @@
+"""Text to tokenized corpus to an ordered, audited stream of batches. Start reading at
+`stream.py`.
+"""

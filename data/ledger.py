@@ -1,0 +1,118 @@
+"""The ledger: for each step, which samples it trained on and the hash of the global batch.
+Append-only JSON lines.
+
+    runs/<run>/ledger/steps.jsonl     {"step": 1, "data_step": 0, "samples": [0, 8], ...}
+
+Its one rule: a line says what was trained on, independent of the layout that did it. The batch hash
+is xxh3-64 over the samples' hashes in batch order; a sample's hash is xxh3-64 over its window's ids
+as little-endian int32, whatever the storage width. A last line that was torn by a kill is ignored
+when read and cut off before the next append.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from recipes.schema import UserError
+
+STEPS_FILE = "steps.jsonl"
+
+
+def sample_hashes(tokens: np.ndarray) -> np.ndarray:
+    """xxh3-64 of each row of token ids, uint64 (rows,); tokens (rows, T + 1) of any integer
+    type.
+    """
+    rows = np.ascontiguousarray(tokens, dtype="<i4")
+    return np.array([xxhash.xxh3_64_intdigest(row) for row in rows], dtype=np.uint64)
+
+
+def batch_hash(hashes: np.ndarray) -> str:
+    """xxh3-64 in hex over the samples' hashes (n,) uint64, in batch order."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(hashes, dtype="<u8").tobytes())
+
+
+def in_batch_order(hashes: np.ndarray) -> np.ndarray:
+    """Gathered sample hashes (data ranks, micro-steps, micro-batch) as one global batch (n,), by
+    `stream`'s layout.
+    """
+    return np.asarray(hashes).transpose(1, 0, 2).reshape(-1)
+
+
+class Ledger:
+    """Appends step lines to `folder`; one process of a run writes it."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / STEPS_FILE
+        _cut_torn_line(self.path)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(
+        self,
+        *,
+        step: int,
+        samples: tuple[int, int],
+        batch_hash: str,
+        tokens: int,
+        targets: int,
+        sources: dict[str, int],
+        data_step: int | None = None,
+        segment: int = 0,
+    ) -> None:
+        """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
+
+        data_step defaults to step - 1, which holds until a range of data is skipped.
+        """
+        line = {
+            "step": step,
+            "data_step": step - 1 if data_step is None else data_step,
+            "segment": segment,
+            "samples": list(samples),
+            "batch_hash": batch_hash,
+            "tokens": tokens,
+            "targets": targets,
+            "sources": sources,
+        }
+        # One write call per line: a kill leaves whole lines and at most one torn one, the last.
+        os.write(self._fd, (json.dumps(line, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+def read_ledger(folder: Path) -> Iterator[dict]:
+    """The lines of a ledger in order; a torn last line is left out. Raises UserError for a damaged
+    one before it.
+    """
+    path = folder / STEPS_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: not found; the run has recorded no step")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise UserError(
+                    f"{path}:{number}: expected a line of JSON, found {line[:80]!r}"
+                ) from None
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        whole = file.read().rfind(b"\n") + 1
+        assert whole or start == 0, "a ledger line is far shorter than 64 KiB"
+        file.truncate(start + whole)

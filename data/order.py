@@ -1,0 +1,162 @@
+"""The order of a source: which window is its k-th draw. A function, not a stored shuffle.
+
+Knows one keyed bijection of [0, n) (a balanced Feistel network with cycle walking) and how epochs
+use it: every window once per epoch, each epoch under its own key. Its one rule: integers only, no
+random stream, nothing stored, so that any position is reached in constant time and the same numbers
+come out on every machine and in every year. `ORDER_VERSION` is written into each run; a change of
+one output is a new version, and the old one stays.
+
+    "order1|run seed|uid|epoch" --xxh3-64--> seed --SplitMix64--> 6 round keys
+    index --Feistel with the keys--> window
+
+Units: draws, epochs and windows are counts from 0. Arrays are int64 outside and uint64 inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+ORDER_VERSION = 1
+NUM_ROUNDS = 6
+
+# The increment and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's "mix
+# 13").
+GAMMA = 0x9E3779B97F4A7C15
+C1 = np.uint64(0xBF58476D1CE4E5B9)
+C2 = np.uint64(0x94D049BB133111EB)
+
+_U30, _U27, _U31, _U32, _U64 = (np.uint64(bits) for bits in (30, 27, 31, 32, 64))
+
+
+class Order:
+    """Maps draws of several sources to windows, and back.
+
+    `uids` names the sources, `num_windows` holds the size of each; both follow the caller's
+    numbering of sources. A source's order depends on its own uid, its size and the run's seed,
+    never on its neighbours.
+    """
+
+    def __init__(self, run_seed: int, uids: Sequence[str], num_windows: Sequence[int]):
+        assert len(uids) == len(num_windows)
+        assert all(n >= 1 for n in num_windows)
+        self.run_seed = run_seed
+        self.uids = tuple(uids)
+        self.num_windows = np.array(num_windows, dtype=np.int64)
+        self._half = np.array([half_bits(n) for n in num_windows], dtype=np.uint64)
+        self._keys: dict[tuple[int, int], np.ndarray] = {}
+
+    def windows(self, source: np.ndarray, draw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(epoch, window) of the given draws; all arrays (n,) int64."""
+        size = self.num_windows[source]
+        epoch, index = np.divmod(draw, size)
+        keys = self._keys_of(source, epoch)
+        window = _walk(index, size, self._half[source], keys)
+        return epoch, window.astype(np.int64)
+
+    def draws(self, source: np.ndarray, epoch: np.ndarray, window: np.ndarray) -> np.ndarray:
+        """The draw that yields `window` in `epoch`: the inverse of `windows`; all arrays (n,)
+        int64.
+        """
+        size = self.num_windows[source]
+        keys = self._keys_of(source, epoch)
+        index = _walk(window, size, self._half[source], keys, inverse=True)
+        return epoch * size + index.astype(np.int64)
+
+    def _keys_of(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        pairs, which = np.unique(epoch * len(self.uids) + source, return_inverse=True)
+        columns = [
+            self._key(int(pair % len(self.uids)), int(pair // len(self.uids))) for pair in pairs
+        ]
+        return np.stack(columns, axis=1)[:, which]  # (rounds, draws)
+
+    def _key(self, source: int, epoch: int) -> np.ndarray:
+        if (source, epoch) not in self._keys:
+            if (
+                len(self._keys) > 65536
+            ):  # a run passes through epochs in order: old ones do not come back
+                self._keys.clear()
+            self._keys[source, epoch] = round_keys(
+                order_seed(self.run_seed, self.uids[source], epoch)
+            )
+        return self._keys[source, epoch]
+
+
+def order_seed(run_seed: int, uid: str, epoch: int) -> int:
+    """The 64-bit seed of one source's epoch: a hash, so that epochs of neighbouring run seeds never
+    coincide.
+    """
+    return xxhash.xxh3_64_intdigest(f"order{ORDER_VERSION}|{run_seed}|{uid}|{epoch}".encode())
+
+
+def round_keys(seed: int) -> np.ndarray:
+    """The first six outputs of SplitMix64 from `seed`, uint64 (6,)."""
+    return splitmix64(seed, np.arange(1, NUM_ROUNDS + 1))
+
+
+def splitmix64(seed: int, index: np.ndarray) -> np.ndarray:
+    """Outputs number `index` (from 1) of the SplitMix64 stream of `seed`, uint64, shape of
+    `index`.
+    """
+    z = np.uint64(seed) + np.atleast_1d(np.asarray(index, dtype=np.uint64)) * np.uint64(GAMMA)
+    z = (z ^ (z >> _U30)) * C1
+    z = (z ^ (z >> _U27)) * C2
+    return z ^ (z >> _U31)
+
+
+def forward(index, n: int, seed: int) -> np.ndarray:
+    """Images of `index` under the bijection of [0, n) keyed by `seed`; uint64 (len(index),)."""
+    return _one_key(index, n, seed, inverse=False)
+
+
+def inverse(image, n: int, seed: int) -> np.ndarray:
+    """The indices whose images are given: `inverse(forward(i, n, s), n, s) == i`."""
+    return _one_key(image, n, seed, inverse=True)
+
+
+def half_bits(n: int) -> int:
+    """Bits of each Feistel half for a domain of n: the bits of n-1 rounded up to even, at least 2,
+    halved.
+    """
+    return max(1, ((n - 1).bit_length() + 1) // 2)
+
+
+def _one_key(index, n: int, seed: int, inverse: bool) -> np.ndarray:
+    index = np.atleast_1d(np.asarray(index))
+    keys = round_keys(seed)[:, None]
+    size, half = np.full(len(index), n), np.full(len(index), half_bits(n), dtype=np.uint64)
+    return _walk(index, size, half, np.broadcast_to(keys, (NUM_ROUNDS, len(index))), inverse)
+
+
+def _walk(index, size, half, keys, inverse=False) -> np.ndarray:
+    """Feistel images, applied again while they fall outside [0, size): at most four times on
+    average.
+    """
+    size = size.astype(np.uint64)
+    x = _feistel(index.astype(np.uint64), half, keys, inverse)
+    outside = np.flatnonzero(x >= size)
+    while len(outside):
+        x[outside] = _feistel(x[outside], half[outside], keys[:, outside], inverse)
+        outside = outside[x[outside] >= size[outside]]
+    return x
+
+
+def _feistel(x, half, keys, inverse) -> np.ndarray:
+    left, right = x >> half, x & ((np.uint64(1) << half) - np.uint64(1))
+    top = _U64 - half
+    if inverse:
+        for key in keys[::-1]:
+            left, right = right ^ _round(left, key, top), left
+    else:
+        for key in keys:
+            left, right = right, left ^ _round(right, key, top)
+    return (left << half) | right
+
+
+def _round(x, key, top) -> np.ndarray:
+    # The top bits of the product: the low bits of a multiplication are nearly linear in the input.
+    z = (x ^ key) * C1
+    z ^= z >> _U32
+    return (z * C2) >> top

@@ -1,0 +1,146 @@
+"""The sources of a recipe: opened, checked, and how far a run uses them.
+
+Its one rule: everything that can be known to be wrong is reported together, before step 1. A source
+of weight 0 is never drawn and never opened.
+
+Units: tokens, windows of `window_tokens`, epochs (passes over all windows of a source).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.build import ensure
+from data.corpus import Corpus, open_corpus
+from data.mixture import shares_of
+from data.shards import Split
+from data.tokenizer import load_tokenizer
+from recipes.schema import Data, UserError
+
+MANY_EPOCHS = 4  # beyond it repeated text gives little (Muennighoff et al. 2023, arXiv:2305.16264)
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """What a run takes from one source."""
+
+    uid: str
+    corpus: str
+    corpus_id: str
+    tokens: int  # in its training split
+    windows: int
+    draws: int
+    epochs: float
+    share: float
+    max_epochs: float | None
+
+
+def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[str, Corpus]:
+    """The corpora of a recipe by source name, built first where they are built-in and absent.
+
+    Raises UserError with all problems: weights, window, damage, sizes, vocabulary, tokenizers.
+    """
+    window_tokens = data.window_tokens or seq_len
+    shares = shares_of({uid: source.weight for uid, source in data.sources.items()})
+    problems, corpora = _window_problems(window_tokens, seq_len), {}
+    for uid in shares:
+        try:
+            corpora[uid] = open_corpus(ensure(data.sources[uid], root), vocab_size)
+        except UserError as error:
+            problems += error.problems
+    for uid, corpus in corpora.items():
+        problems += _size_problems(uid, corpus, seq_len, window_tokens)
+    problems += _same_corpus_problems(corpora)
+    problems += _tokenizer_problems(data, corpora, root)
+    if problems:
+        raise UserError(*problems)
+    return corpora
+
+
+def num_windows(split: Split | None, window_tokens: int) -> int:
+    """Whole windows: each takes `window_tokens` and one more token, which the next one begins
+    with.
+    """
+    return max(0, split.num_tokens - 1) // window_tokens if split else 0
+
+
+def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
+    """Warnings about repeated sources; raises UserError where one exceeds its max_epochs."""
+    problems, warnings = [], []
+    for use in uses:
+        text = f"{use.epochs:.2f} epochs of {use.corpus} ({use.tokens:,} tokens) in {steps} steps"
+        if use.max_epochs is not None and use.epochs > use.max_epochs:
+            problems.append(
+                f"data.sources.{use.uid}.max_epochs={use.max_epochs}: the run would take {text}; "
+                "train fewer steps, lower its weight, or raise the limit"
+            )
+        elif use.max_epochs is None and use.epochs > MANY_EPOCHS:
+            warnings.append(
+                f"data.sources.{use.uid}: {text}; more than {MANY_EPOCHS} give little, "
+                f"max_epochs={math.ceil(use.epochs)} accepts it"
+            )
+    if problems:
+        raise UserError(*problems)
+    return warnings
+
+
+def _window_problems(window_tokens: int, seq_len: int) -> list[str]:
+    if window_tokens % seq_len == 0:
+        return []
+    low = window_tokens // seq_len * seq_len
+    nearest = f"{low} or {low + seq_len}" if low else f"{seq_len}"
+    return [
+        f"data.window_tokens={window_tokens} is not a multiple of seq_len {seq_len}; "
+        f"nearest: {nearest}"
+    ]
+
+
+def _size_problems(uid: str, corpus: Corpus, seq_len: int, window_tokens: int) -> list[str]:
+    tokens = corpus.splits["train"].num_tokens
+    if tokens >= window_tokens + 1:
+        return []
+    is_plain = window_tokens == seq_len
+    knob = f"seq_len {seq_len}" if is_plain else f"data.window_tokens {window_tokens}"
+    return [
+        f"data.sources.{uid}: {corpus.folder} has {tokens} tokens to train on, one window takes "
+        f"{window_tokens + 1} ({knob} + 1); use a larger corpus or a shorter window"
+    ]
+
+
+def _same_corpus_problems(corpora: Mapping[str, Corpus]) -> list[str]:
+    problems, by_id = [], {}
+    for uid, corpus in corpora.items():
+        if corpus.corpus_id in by_id:
+            problems.append(
+                f"data.sources.{uid} and data.sources.{by_id[corpus.corpus_id]} are the same "
+                f"corpus ({corpus.folder}); keep one and give it the sum of their weights"
+            )
+        by_id.setdefault(corpus.corpus_id, uid)
+    return problems
+
+
+def _tokenizer_problems(data: Data, corpora: Mapping[str, Corpus], root: Path) -> list[str]:
+    problems = []
+    made_with = {uid: corpus.tokenizer_fingerprint for uid, corpus in corpora.items()}
+    if data.tokenizer:
+        try:
+            wanted = load_tokenizer(root / data.tokenizer).fingerprint()
+        except UserError as error:
+            return error.problems
+        problems += [
+            f"data.tokenizer={data.tokenizer} has the fingerprint {wanted[:16]}, "
+            f"data.sources.{uid} was made with {str(found)[:16]}; name the tokenizer of the "
+            "corpus, or tokenize the text again"
+            for uid, found in made_with.items()
+            if found != wanted
+        ]
+    if len(set(made_with.values())) > 1:
+        made = ", ".join(f"{uid}: {str(found)[:16]}" for uid, found in made_with.items())
+        problems.append(
+            f"data.sources were made with different tokenizers ({made}), so equal ids mean "
+            "different text; tokenize them with one"
+        )
+    return problems

@@ -1,0 +1,242 @@
+"""The stream: the batch of step N, for any rank of any layout. Start here to read how data flows.
+
+    step N --schedule--> samples [a, b) --mixture--> (source, draw) --order--> (epoch, window)
+           --samples--> tokens, document starts --windows--> micro-batches of one data-parallel rank
+
+Its one rule: the global batch is a pure function of (corpora, mixture, seed, order version, step).
+Sizes of any axis, micro-batch, prefetch depth and storage only decide who reads which part and
+when. So the state is one integer, and resuming is asking for the next step. Where a global batch is
+larger than a source, or ends past it, it goes on in that source's next epoch, in a new order.
+
+A sample is one sequence of `seq_len` tokens (plus one, its last target). The order permutes windows
+of `window_tokens`; a longer window is cut into equal parts, which are consecutive samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.corpus import Corpus
+from data.mixture import Mixture
+from data.order import ORDER_VERSION, Order
+from data.prefetch import Prefetch
+from data.samples import Samples
+from data.schedule import Schedule
+from data.sources import SourceUse, check_epochs, num_windows, open_sources
+from data.windows import Batch, make_batches, num_targets
+from recipes.schema import Data, UserError
+
+LOCATE_AHEAD = 4096  # windows put in order at once: spreads numpy's cost per call over small steps
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one data-parallel rank trains on in one step, and what is known of the global batch."""
+
+    step: int
+    data_step: int
+    sample_range: tuple[int, int]  # [a, b) of the run, all ranks
+    micro_batches: list[Batch]  # of this rank
+    num_tokens: int  # of the global batch
+    num_targets: int  # labels that count in the global batch
+    source_counts: dict[str, int]  # samples of each source in the global batch
+
+
+class _Located(NamedTuple):
+    """Where windows [first, first + n) of the mixed order lie, arrays (n,) int64."""
+
+    first: int
+    source: np.ndarray
+    window: np.ndarray
+
+
+class Stream:
+    """Batches by step. Holds no position: every method is a function of its arguments.
+
+    Made by `open_stream`. Safe for threads.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        seed: int,
+        schedule: Schedule,
+        corpora: Mapping[str, Corpus],
+        vocab_size: int,
+    ):
+        self.data, self.seed, self.schedule = data, seed, schedule
+        self.seq_len = schedule.seq_len
+        self.window_tokens = data.window_tokens or self.seq_len
+        self.mixture = Mixture({uid: data.sources[uid].weight for uid in corpora})
+        self.uids = self.mixture.uids
+        self.corpora = [corpora[uid] for uid in self.uids]
+        self._train, self._valid = (
+            Samples(self.uids, self.corpora, split, self.seq_len, vocab_size)
+            for split in ("train", "valid")
+        )
+        windows = [num_windows(split, self.window_tokens) for split in self._train.splits]
+        self.order = Order(seed, self.uids, windows)
+        self._parts = self.window_tokens // self.seq_len
+        self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
+
+    def step(self, step: int, data_rank: int, data_size: int, micro_batch: int) -> StepData:
+        """The micro-batches of step N >= 1 for data-parallel coordinate `data_rank` of `data_size`.
+
+        Micro-step m of rank r holds `micro_batch` neighbours of the global batch, from position
+        m * micro_batch * data_size + r * micro_batch on. Ranks that share a coordinate (tensor,
+        pipeline, context) get the same. Raises UserError for a batch that does not divide, and for
+        damaged data.
+        """
+        first, end = self.schedule.sample_range(step)
+        mine = own_positions(end - first, data_rank, data_size, micro_batch)
+        source, start = self._locate(first, end)
+        row, position = self._train.document_starts(source, start)
+        rows = self._train.read(source, start, row, position, mine)
+        counts = np.bincount(source, minlength=len(self.uids)).tolist()
+        return StepData(
+            step=step,
+            data_step=step - 1,
+            sample_range=(first, end),
+            micro_batches=make_batches(rows, micro_batch, self.data.attend),
+            num_tokens=(end - first) * self.seq_len,
+            num_targets=num_targets(end - first, self.seq_len, row, position, self.data.attend),
+            source_counts=dict(zip(self.uids, counts, strict=True)),
+        )
+
+    def prefetch(
+        self, first_step: int, last_step: int, data_rank: int, data_size: int, micro_batch: int
+    ) -> Prefetch[StepData]:
+        """Iterate over steps first_step to last_step, both included.
+
+        One thread prepares whole steps, enough for `data.prefetch` micro-batches ahead.
+        """
+        slab = data_size * micro_batch
+        accumulation = max(1, self.schedule.sequences_at(first_step) // slab)
+        depth = -(-self.data.prefetch // accumulation)
+
+        def make(step: int) -> StepData:
+            return self.step(step, data_rank, data_size, micro_batch)
+
+        return Prefetch(make, range(first_step, last_step + 1), depth)
+
+    def evaluation(
+        self, data_rank: int, data_size: int, micro_batch: int, eval_tokens: int
+    ) -> list[Batch]:
+        """Held-out micro-batches of one rank: always the same windows, shared out in turn.
+
+        The set is the first windows of each source's validation split, as many as its share of
+        `eval_tokens`, or all it has; it does not depend on the layout. Each rank gets the same
+        number of batches; rows that fill them up have no targets, so an uneven set neither hangs
+        nor counts twice. Raises UserError when there is nothing to evaluate on.
+        """
+        source, start = self._evaluation_set(eval_tokens)
+        slab = data_size * micro_batch
+        mine = own_positions(-(-len(source) // slab) * slab, data_rank, data_size, micro_batch)
+        row, position = self._valid.document_starts(source, start)
+        rows = self._valid.read(source, start, row, position, mine)
+        return make_batches(rows, micro_batch, self.data.attend, is_padding=mine >= len(source))
+
+    def state(self) -> dict:
+        """What a checkpoint records besides the step: equal states give equal batches at every
+        step.
+
+        Below 1 KB for up to a dozen sources.
+        """
+        ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
+        return {
+            "order_version": ORDER_VERSION,
+            "seed": self.seed,
+            "corpora": ids,
+            "mixture": self.mixture.fingerprint(),
+            "schedule": self.schedule.fingerprint(),
+            "window_tokens": self.window_tokens,
+            "attend": self.data.attend,
+        }
+
+    def usage(self, steps: int) -> list[SourceUse]:
+        """What a run of that many steps takes from each source."""
+        windows = -(-self.schedule.sample_range(steps)[1] // self._parts)
+        draws = self.mixture.draws_before(windows).tolist()
+        return [
+            SourceUse(
+                uid=uid,
+                corpus=self.data.sources[uid].corpus,
+                corpus_id=self.corpora[number].corpus_id,
+                tokens=self._train.splits[number].num_tokens,
+                windows=int(self.order.num_windows[number]),
+                draws=draws[number],
+                epochs=draws[number] / int(self.order.num_windows[number]),
+                share=int(self.mixture.counts[number]) / self.mixture.period,
+                max_epochs=self.data.sources[uid].max_epochs,
+            )
+            for number, uid in enumerate(self.uids)
+        ]
+
+    def check(self, steps: int) -> list[str]:
+        """Warnings for a run of that many steps; raises UserError where max_epochs is exceeded."""
+        notes = [note for corpus in self.corpora for note in corpus.notes]
+        return notes + check_epochs(self.usage(steps), steps)
+
+    def _locate(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, first token in its training split) of samples [first, end), (n,) int64."""
+        low, high = first // self._parts, -(-end // self._parts)
+        located = self._located  # read once: another thread may replace it
+        if not located.first <= low <= high <= located.first + len(located.source):
+            source, draw = self.mixture.locate(np.arange(low, max(high, low + LOCATE_AHEAD)))
+            located = _Located(low, source, self.order.windows(source, draw)[1])
+            self._located = located
+        which, part = np.divmod(np.arange(first, end), self._parts)
+        which -= located.first
+        start = located.window[which] * self.window_tokens + part * self.seq_len
+        return located.source[which], start
+
+    def _evaluation_set(self, eval_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, first token in its validation split) of the evaluation samples, (n,) int64."""
+        wanted = eval_tokens // self.seq_len
+        if wanted < 1:
+            raise UserError(
+                f"eval_tokens={eval_tokens} is less than one sequence of seq_len={self.seq_len}; "
+                "raise it, or set 0 for no evaluation"
+            )
+        available = [num_windows(split, self.seq_len) for split in self._valid.splits]
+        taken = np.minimum(self.mixture.draws_before(wanted), available)
+        if not taken.sum():
+            raise UserError(
+                f"eval_tokens={eval_tokens}: no source has {self.seq_len + 1} held-out tokens; "
+                "build a corpus with a validation split, or set eval_tokens=0 for no evaluation"
+            )
+        start = np.concatenate([np.arange(count) * self.seq_len for count in taken])
+        return np.repeat(np.arange(len(taken)), taken), start
+
+
+def open_stream(
+    data: Data, seed: int, seq_len: int, schedule: Schedule, root: Path, vocab_size: int
+) -> Stream:
+    """Open (and where needed build) the corpora of a recipe and check them.
+
+    root: the folder that corpus and tokenizer paths are relative to; vocab_size: rows of the
+    model's embedding. Raises UserError with all problems found. Call `check(steps)` for the length
+    of the run.
+    """
+    assert seq_len == schedule.seq_len
+    return Stream(data, seed, schedule, open_sources(data, seq_len, root, vocab_size), vocab_size)
+
+
+def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) -> np.ndarray:
+    """Positions in the global batch that a data-parallel rank trains on, in its order, int64."""
+    assert 0 <= data_rank < data_size
+    slab = data_size * micro_batch
+    if batch % slab:
+        low = batch // slab * slab
+        nearest = f"{low} or {low + slab}" if low else f"{slab}"
+        raise UserError(
+            f"a global batch of {batch} sequences is not a multiple of {data_size} data ranks x "
+            f"micro_batch {micro_batch} = {slab}; nearest: {nearest} sequences"
+        )
+    micro_step = np.arange(0, batch, slab)[:, None]
+    return (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)

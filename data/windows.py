@@ -1,0 +1,130 @@
+"""From windows of token ids to what the model takes: inputs, labels, segments, cumulative lengths.
+
+    tokens   t0 t1 t2 | t3 t4     one window: T + 1 tokens, "|" = a document starts
+    input    t0 t1 t2   t3
+    labels   t1 t2 -100 t4        no document's first token is predicted from the one before
+    segment  0  0  0    1
+
+Its one rule: boundaries come from the index, never from looking for the end id; the tokens only
+confirm them. With attend="across" a row is one segment and every label counts. Everything is
+vectorised; no loop over tokens.
+
+Shapes: B rows, T = seq_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORED = -100  # torch's and Hugging Face's mark for "no target here"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank, numpy, contiguous."""
+
+    input_ids: np.ndarray  # (B, T) int64
+    labels: (
+        np.ndarray
+    )  # (B, T) int64, labels[b, t] is the target of input_ids[b, t]; IGNORED = none
+    segment_ids: np.ndarray  # (B, T) int32, number of the document within its row
+    cu_seqlens: (
+        np.ndarray
+    )  # int32, ends of the documents in the flattened rows; 0 first, B * T repeated at the end
+    max_seqlen: int  # no document in the batch is longer: a power of two, or T
+    sample_hashes: np.ndarray  # (B,) uint64, xxh3-64 of each window's ids; 0 for a padding row
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Windows with their document starts: tokens (B, T+1) int32; starts as (row, position) in rows,
+    ascending.
+    """
+
+    tokens: np.ndarray
+    start_row: np.ndarray
+    start_position: np.ndarray
+    hashes: np.ndarray
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens.shape[1] - 1
+
+
+def make_batches(
+    rows: Rows, micro_batch: int, attend: str, is_padding: np.ndarray | None = None
+) -> list[Batch]:
+    """Cut rows into micro-batches of `micro_batch` rows each, in order; is_padding (B,) marks rows
+    without targets.
+    """
+    num_rows, seq_len = len(rows.tokens), rows.seq_len
+    assert num_rows % micro_batch == 0
+    input_ids = rows.tokens[:, :-1].astype(np.int64)
+    labels = rows.tokens[:, 1:].astype(np.int64)
+    segment_ids = np.zeros((num_rows, seq_len), dtype=np.int32)
+    row, position = cuts(rows.start_row, rows.start_position, attend)
+    labels[row, position - 1] = IGNORED
+    is_inside = position < seq_len  # a start at T only ends the last document
+    row, position = row[is_inside], position[is_inside]
+    segment_ids[row, position] = 1
+    np.cumsum(segment_ids, axis=1, out=segment_ids)
+    if is_padding is not None:
+        labels[is_padding] = IGNORED
+    flat = row * seq_len + position
+    first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len)
+    batches = []
+    for number, low in enumerate(range(0, num_rows, micro_batch)):
+        mine = slice(low, low + micro_batch)
+        inner = flat[first[number] : first[number + 1]] - low * seq_len
+        cu_seqlens, max_seqlen = cumulative_lengths(inner, micro_batch, seq_len)
+        batches.append(
+            Batch(
+                input_ids[mine],
+                labels[mine],
+                segment_ids[mine],
+                cu_seqlens,
+                max_seqlen,
+                rows.hashes[mine],
+            )
+        )
+    return batches
+
+
+def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray, np.ndarray]:
+    """The document starts that separate two tokens of a window: each costs one target. None with
+    "across".
+    """
+    assert attend in ("within", "across")
+    is_cut = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
+    return row[is_cut], position[is_cut]
+
+
+def num_targets(
+    num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
+) -> int:
+    """Targets in windows of T + 1 tokens with these document starts: known without reading a
+    token.
+    """
+    return num_rows * seq_len - len(cuts(row, position, attend)[0])
+
+
+def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[np.ndarray, int]:
+    """(cu_seqlens, max_seqlen) of flattened rows that are cut at `inner` (ascending) besides their
+    own ends.
+
+    The count of cu_seqlens depends on (rows, seq_len) alone, so shapes stay fixed under
+    compilation: one document per 32 tokens, at least 8 a row. It doubles for batches of documents
+    shorter than that, which is correct but compiles again. max_seqlen is rounded up to a power of
+    two for the same reason.
+    """
+    ends = np.concatenate([np.arange(num_rows + 1) * seq_len, inner])
+    ends.sort()
+    count = num_rows * max(8, seq_len // 32) + 1
+    while count < len(ends):
+        count = 2 * (count - 1) + 1
+    padded = np.full(count, num_rows * seq_len, dtype=np.int32)
+    padded[: len(ends)] = ends
+    longest = int(np.diff(ends).max())
+    return padded, min(seq_len, 1 << (longest - 1).bit_length())

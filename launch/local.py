@@ -1,0 +1,74 @@
+"""`make pretrain`: check everything in one short process, then become the run.
+
+    compose -> layout -> DeepSpeed JSON -> run folder -> corpus -> exec: python pretrain.py, or torchrun
+
+The one rule: what can be refused is refused here, before any rank starts, with every problem at
+once. Imports no torch; the process that trains replaces this one, so its signals and its exit
+status are the caller's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from data.build import ensure
+from data.schedule import read_schedule
+from parallel.layout import startable
+from recipes.compose import compose_command
+from recipes.schema import UserError
+from runtime.run_folder import refuse_existing
+from runtime.settle import settle
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = 93
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `python -m launch.local --nproc N -- recipe=... overrides`; returns only to refuse."""
+    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
+    parser.add_argument("--nproc", default="1", help="ranks on this machine")
+    parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
+    options = parser.parse_args(arguments)
+    try:
+        ranks = number_of_ranks(options.nproc)
+        check(options.words, ranks)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"refused: {problem}", file=sys.stderr)
+        return REFUSED
+    command = command_of(ranks, options.words)
+    os.execv(command[0], command)
+
+
+def number_of_ranks(text: str) -> int:
+    """NPROC as a number. Raises UserError for anything that is not a count."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UserError(f"NPROC={text!r} is not a number of ranks; give 1 or more")
+    return int(text)
+
+
+def check(words: list[str], ranks: int) -> None:
+    """Raise UserError unless the run can start; builds the embedded corpora it names."""
+    recipe = compose_command(words).recipe
+    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    settled = settle(recipe, ranks, schedule)
+    startable(settled.layout)
+    refuse_existing(ROOT / "runs" / recipe.run)
+    for source in recipe.data.sources.values():
+        ensure(source, ROOT)
+
+
+def command_of(ranks: int, words: list[str]) -> list[str]:
+    """The process that trains: the entry itself for one rank, torchrun for several."""
+    script = str(ROOT / "pretrain.py")
+    if ranks == 1:
+        return [sys.executable, script, *words]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *torchrun, script, *words]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Makes the virtual environment, or checks the interpreter that the user chose.
+
+Runs before anything is installed, so it uses the standard library alone. The one rule: a torch that
+is already there is never replaced. States: no venv -> being filled -> `ready` stamp; an interrupted
+set-up has no stamp and is simply continued.
+
+    python3 launch/setup.py .venv        make or refresh the venv
+    python launch/setup.py --check       check this interpreter, install nothing
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements.txt"
+
+# The newest torch whose CPU build is small; anything else is the user's own choice, see PYTHON=.
+TORCH = "torch==2.13.0"
+OLDEST_PYTHON = (3, 11)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of the two commands above; returns the exit status."""
+    if sys.version_info < OLDEST_PYTHON:
+        return _fail(
+            f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose another"
+            " one: make PYTHON=/path/to/python3.11 ..."
+        )
+    if arguments == ["--check"]:
+        return check()
+    return make_venv(Path(arguments[0]))
+
+
+def make_venv(folder: Path) -> int:
+    """Create `folder`, install what is missing, and stamp it `ready`."""
+    if launched_by_cluster():
+        return _fail(
+            "this process was started by torchrun or SLURM and nothing is installed then; run"
+            " `make test` or any other verb once on a login node, or name an interpreter: PYTHON=..."
+        )
+    (folder / "ready").unlink(missing_ok=True)
+    python = folder / "bin" / "python"
+    if not python.exists():
+        _say(f"making {folder} with Python {sys.version.split()[0]}")
+        venv.create(folder, with_pip=True)
+    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+        _say(f"installing {TORCH} (CPU build where the index has one)")
+        if not _pip(python, TORCH):
+            return 1
+    _say("installing requirements.txt (two to three minutes on a slow link)")
+    if not _pip(python, "-r", str(REQUIREMENTS)):
+        return 1
+    (folder / "ready").touch()
+    _say("ready")
+    return 0
+
+
+def check() -> int:
+    """Whether this interpreter has torch and everything in requirements.txt; names what lacks."""
+    wanted = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    lacking = []
+    for line in ["torch>=2.11", *filter(None, wanted)]:
+        name = re.match(r"[\w-]+", line).group()
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(line)
+    if not lacking:
+        return 0
+    quoted = " ".join(f"'{line}'" for line in lacking)
+    return _fail(
+        f"PYTHON={sys.executable} lacks {', '.join(lacking)}; an interpreter given with PYTHON= is"
+        f" used as it is. Install them: {sys.executable} -m pip install {quoted}\n"
+        "or leave PYTHON out: a virtual environment is then made in .venv"
+    )
+
+
+def launched_by_cluster() -> bool:
+    """Whether torchrun or SLURM's srun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def _pip(python: Path, *what: str) -> bool:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
+    if subprocess.run(command).returncode == 0:
+        return True
+    _fail(
+        f"pip could not install {' '.join(what)}; its message is above. The next try goes on here"
+    )
+    return False
+
+
+def _say(text: str) -> None:
+    print(f"setup: {text}", file=sys.stderr, flush=True)
+
+
+def _fail(text: str) -> int:
+    print(f"setup: {text}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""The shape of the decoder as a Hugging Face configuration, and the same shape under the name other
+tools know.
+
+One rule: field names and meanings are those of `LlamaConfig`, so a trained model leaves as Llama,
+Qwen2 or Qwen3 without renaming a weight. `qkv_bias` is Qwen2's difference from Llama, `qk_norm` is
+Qwen3's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# From the submodule: importing the name from the package runs its lazy loader first, which costs
+# more at start-up.
+from transformers.configuration_utils import PretrainedConfig
+
+# (qkv_bias, qk_norm) -> the Hugging Face family with exactly these weights.
+FAMILIES = {
+    (False, False): ("llama", "LlamaForCausalLM"),
+    (True, False): ("qwen2", "Qwen2ForCausalLM"),
+    (False, True): ("qwen3", "Qwen3ForCausalLM"),
+}
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+EXPORTED = (*SIZES, "head_dim", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
+
+
+class DecoderConfig(PretrainedConfig):
+    """Shape of a decoder-only language model; sizes in elements, `max_position_embeddings` in
+    tokens.
+
+    Raises ValueError naming every illegal field at once. `head_dim=None` means hidden_size /
+    num_attention_heads and `num_key_value_heads=None` as many as query heads; both are numbers
+    after construction.
+    """
+
+    model_type = "decoder"
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 256,
+        intermediate_size: int = 688,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        max_position_embeddings: int = 2048,
+        rope_theta: float = 10000.0,
+        rms_norm_eps: float = 1e-5,
+        tie_word_embeddings: bool = False,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        initializer_range: float = 0.02,
+        **kwargs: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = (
+            num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        )
+        self.max_position_embeddings = max_position_embeddings
+        self.rope_theta = rope_theta
+        self.rms_norm_eps = rms_norm_eps
+        self.qkv_bias = qkv_bias
+        self.qk_norm = qk_norm
+        self.initializer_range = initializer_range
+        self.head_dim = head_dim
+        problems = _problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        super().__init__(**kwargs)
+        # After super(): older bases do not know the field, newer ones give it a default of their
+        # own.
+        self.tie_word_embeddings = tie_word_embeddings
+
+
+def _problems(config: DecoderConfig) -> list[str]:
+    problems = [
+        f"{name}={getattr(config, name)!r} is not a whole number >= 1"
+        for name in SIZES
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1
+    ]
+    if problems:
+        return problems  # the rules below divide by these
+
+    heads, kv_heads, hidden = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.hidden_size,
+    )
+    if hidden % heads:
+        problems.append(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
+            f"nearest: {max(1, hidden // heads) * heads} or {(hidden // heads + 1) * heads}"
+        )
+    if heads % kv_heads:
+        legal = [number for number in range(1, heads + 1) if heads % number == 0]
+        problems.append(
+            f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; "
+            f"legal: {legal}"
+        )
+    head_dim = hidden // heads if config.head_dim is None else config.head_dim
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        problems.append(
+            f"head_dim={head_dim!r} is not an even number >= 2 (rotary positions turn pairs); "
+            "set head_dim, or other hidden_size and num_attention_heads"
+        )
+    for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+        if not getattr(config, name) > 0:
+            problems.append(f"{name}={getattr(config, name)!r} is not above 0")
+    return problems
+
+
+def hf_config(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` under which Transformers and vLLM load these weights: Llama, Qwen2 or
+    Qwen3.
+
+    Names in the state dict are equal, so export is this dict plus the weights. Special token ids
+    are those set on `config`, else None. Raises ValueError for `qkv_bias` with `qk_norm`: no family
+    has both without other biases.
+    """
+    try:
+        model_type, architecture = FAMILIES[bool(config.qkv_bias), bool(config.qk_norm)]
+    except KeyError:
+        raise ValueError(
+            "qkv_bias=True with qk_norm=True has no Hugging Face counterpart (Qwen2 has the first, "
+            "Qwen3 the second); set one of them to False to export"
+        ) from None
+    exported = {name: getattr(config, name) for name in EXPORTED}
+    exported |= {
+        name: getattr(config, name, None)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    # Transformers 5 reads `rope_parameters`, most other loaders `rope_theta`.
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    exported |= {"rope_theta": config.rope_theta, "rope_parameters": rope}
+    exported |= {"model_type": model_type, "architectures": [architecture], "hidden_act": "silu"}
+    if model_type == "qwen2":
+        return exported | {"use_sliding_window": False}
+    return exported | {
+        "attention_bias": False
+    }  # Qwen3's would put one on the output projection as well

@@ -1,0 +1,162 @@
+"""Exact arithmetic of the decoder: parameters, FLOPs per token, bytes of activations. No torch, no
+model is built.
+
+One rule: each number is a closed formula over the shape, held against the built model by a test.
+`shape` is anything with the fields of `recipes.schema.Model` or `DecoderConfig`. Units: parameters,
+FLOPs (a multiply-add is two), bytes.
+
+Letters: H hidden_size, I intermediate_size, L num_hidden_layers, V vocab_size, D head_dim, A query
+heads, K key/value heads, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"bf16": 2, "fp32": 4}
+
+# Logits that `model.loss` holds at one time. CPU: 16 MiB of fp32, which stays in the last-level
+# cache (N=2048, V=8192, H=256, one AVX2 core: 414 ms with 512 tokens per chunk, 447 with 1024, 469
+# with 64). Elsewhere: 512 MiB, because every chunk also reads and writes the whole fp32 weight
+# gradient, which thousands of tokens of matrix product outweigh.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of parameters by place. `head` is 0 where the embedding is tied; `norms` are those of
+    the blocks and the last one, and `block` is one block with its norms."""
+
+    embedding: int
+    head: int
+    block: int
+    norms: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank for one micro-batch. `saved`: kept from forward to backward, proportional
+    to micro_batch.
+    `workspace`: the loss's chunk of logits and the head's gradient, alive at the moment `saved` is
+    complete and independent of micro_batch once it fills a chunk."""
+
+    saved: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.saved + self.workspace
+
+
+def chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """Tokens whose logits exist at one time."""
+    return max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"]) // vocab_size)
+
+
+def _widths(shape) -> tuple[int, int, int]:
+    """head_dim, width of all query heads, width of all key heads."""
+    head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    return head_dim, shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+
+
+def _matrices(shape) -> int:
+    """Parameters of one block that are multiplied with each token: 2 H A D + 2 H K D + 3 H I."""
+    _, query, key = _widths(shape)
+    return shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size)
+
+
+def parameters(shape) -> Parameters:
+    """The split of `num_parameters`."""
+    head_dim, query, key = _widths(shape)
+    norms = 2 * shape.hidden_size + (2 * head_dim if shape.qk_norm else 0)
+    block = _matrices(shape) + norms + (query + 2 * key if shape.qkv_bias else 0)
+    embedding = shape.vocab_size * shape.hidden_size
+    head = 0 if shape.tie_word_embeddings else embedding
+    layers = shape.num_hidden_layers
+    return Parameters(
+        embedding=embedding,
+        head=head,
+        block=block,
+        norms=layers * norms + shape.hidden_size,
+        total=embedding + head + layers * block + shape.hidden_size,
+    )
+
+
+def num_parameters(shape) -> int:
+    """Every trained number once; tied embedding and head are one matrix."""
+    return parameters(shape).total
+
+
+def flops_per_token(shape, seq_len: int, convention: str = "palm") -> int:
+    """FLOPs of training on one token: forward, and twice that for backward. Recomputed forwards do
+    not count.
+
+    "palm" (Chowdhery et al., 2022, appendix B; MFU uses it): 6 M + 12 L A D T. M is the parameters
+    of matrix products: all block matrices, and V H once for the head, tied or not; the embedding is
+    a lookup, norms and biases are left out. The second term is q k^T and its product with v, over
+    the full T x T square: no discount for the causal half or for documents shorter than T.
+    "6n" (Kaplan et al., 2020, with all parameters): 6 num_parameters, attention left out.
+    """
+    if convention == "6n":
+        return 6 * num_parameters(shape)
+    if convention != "palm":
+        raise ValueError(f"convention={convention!r} is not one of 'palm', '6n'")
+    _, query, _ = _widths(shape)
+    matrices = shape.num_hidden_layers * _matrices(shape) + shape.vocab_size * shape.hidden_size
+    return 6 * matrices + 12 * shape.num_hidden_layers * query * seq_len
+
+
+def _block_bytes_per_token(shape, width: int) -> int:
+    """What one block keeps for its backward, run eagerly with a fused attention kernel.
+
+    In elements of `width` bytes: both norms' inputs and outputs 4 H; q, k (rotated), v and the
+    attention's output 2 A D + 2 K D; with qk_norm also q and k before it; gate, up, silu(gate) and
+    their product 4 I. In fp32: one number per token and norm row, and the log-sum-exp of every
+    query head.
+    """
+    _, query, key = _widths(shape)
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    elements = 4 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
+    rows = 2 + heads
+    if shape.qk_norm:
+        elements += query + key
+        rows += heads + kv_heads
+    return width * elements + 4 * rows
+
+
+def activation_bytes(
+    shape,
+    micro_batch: int,
+    seq_len: int,
+    precision: str = "bf16",
+    recompute: str = "none",
+    device: str = "cuda",
+) -> Activations:
+    """Bytes between the forward and the backward of `micro_batch` sequences of `seq_len` tokens.
+
+    `saved` counts unique storages that autograd keeps, eager blocks: within 2 % of the counted ones
+    (test), an upper bound for compiled blocks. With recompute="full": every block's input, and all
+    of one block. `device` sets the chunk of the loss. Not counted: gradients in flight inside one
+    block, the (T x T) mask of the masked attention that only CPUs use, and on a CPU without bf16
+    units the fp32 copies its kernels work on.
+    """
+    width, tokens = BYTES[precision], micro_batch * seq_len
+    block = _block_bytes_per_token(shape, width)
+    head_dim, _, _ = _widths(shape)
+    # Token ids (int64) for the embedding's backward; the last norm's input and row statistic; the
+    # loss's gradient of the last hidden state; the rotary tables.
+    ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * head_dim
+    if recompute == "full":
+        blocks = shape.num_hidden_layers * width * shape.hidden_size + block
+    elif recompute == "none":
+        blocks = shape.num_hidden_layers * block
+    else:
+        raise ValueError(f"recompute={recompute!r} is not one of 'none', 'full'")
+
+    chunk = min(tokens, chunk_tokens(shape.vocab_size, device))
+    head = shape.vocab_size * shape.hidden_size
+    narrow = 0 if width == 4 else width  # 16-bit copies of what was summed up or normalised in fp32
+    # Logits and their softmax in fp32; the head's gradient, summed in fp32.
+    workspace = chunk * shape.vocab_size * (8 + 2 * narrow) + head * (4 + narrow)
+    return Activations(saved=tokens * (blocks + ends), workspace=workspace)

@@ -1,0 +1,175 @@
+"""The decoder: embedding, blocks of attention and gated MLP, norm, head; a Hugging Face model with
+Llama's names.
+
+One rule: this is single-device code that knows nothing of the cluster. Blocks are pure functions of
+(hidden, Attend); head counts come from the width of the projections, so a tensor-parallel cut only
+replaces `Linear`s, and a pipeline stage only takes some of the blocks. Weights are uninitialised
+until `model.init.fill` or a checkpoint sets them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
+
+# From the submodule: see model/config.py.
+from transformers.modeling_utils import PreTrainedModel
+
+from model.attention import Attend, attention, prepare, rotate
+from model.config import DecoderConfig
+from model.layers import Embedding, Linear, RMSNorm
+from model.loss import Head
+
+RECOMPUTE = ("none", "full")
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions; bias on q, k, v (Qwen2) and RMSNorm per
+    head (Qwen3) optional.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.qkv_bias
+        query, key = (
+            n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = Linear(hidden, query, bias=bias)
+        self.k_proj = Linear(hidden, key, bias=bias)
+        self.v_proj = Linear(hidden, key, bias=bias)
+        self.o_proj = Linear(query, hidden, bias=False)
+        self.has_qk_norm = config.qk_norm
+        if self.has_qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
+        batch, length, _ = hidden.shape
+        by_head = (batch, length, -1, self.head_dim)
+        q_BTHD = self.q_proj(hidden).view(by_head)
+        k_BTKD = self.k_proj(hidden).view(by_head)
+        v_BTKD = self.v_proj(hidden).view(by_head)
+        if self.has_qk_norm:
+            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        q_BTHD, k_BTKD = (rotate(x, attend.cos, attend.sin) for x in (q_BTHD, k_BTKD))
+        return self.o_proj(attention(q_BTHD, k_BTKD, v_BTKD, attend).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Block(nn.Module):
+    """One decoder layer: (batch, seq, hidden) and an Attend -> (batch, seq, hidden)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Backbone(nn.Module):
+    """The modules below the head, under Llama's names; `Decoder` runs them."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(PreTrainedModel):
+    """Decoder-only language model. Attribute `recompute`, set by the caller: "none", or "full" to
+    keep only each block's input and run the block again in backward.
+    """
+
+    config_class = DecoderConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__(config)
+        self.model = Backbone(config)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._recompute = "none"
+        self.post_init()
+
+    def init_weights(self) -> None:
+        """Nothing: tied above, filled by `model.init`. Transformers would draw here, and under
+        zero.Init into size 0.
+        """
+
+    @property
+    def recompute(self) -> str:
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        if value not in RECOMPUTE:
+            raise ValueError(f"recompute={value!r} is not one of {RECOMPUTE}")
+        self._recompute = value
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutput:
+        """Logits (B, T, vocab_size), or with labels the loss and no logits.
+
+        input_ids (B, T) int64. segment_ids (B, T) or cu_seqlens (see `attention.prepare`):
+        attention and positions stay inside documents; neither: plain causal. labels (B, T) int64
+        are ALREADY SHIFTED, unlike Transformers': labels[b, t] is the target of input_ids[b, t],
+        -100 = none. Loss: see `loss.cross_entropy`.
+        """
+        hidden = self.model.embed_tokens(input_ids)
+        head_dim, theta = self.config.head_dim, self.config.rope_theta
+        attend = prepare(hidden, head_dim, theta, segment_ids, cu_seqlens, max_seqlen)
+        is_recomputed = self._recompute == "full" and torch.is_grad_enabled()
+        for block in self.model.layers:
+            if is_recomputed:
+                # No dropout, hence no random state worth the device synchronisation of saving it.
+                hidden = checkpoint(
+                    block, hidden, attend, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden = block(hidden, attend)
+        hidden = self.model.norm(hidden)
+        if labels is None:
+            return CausalLMOutput(logits=self.lm_head(hidden))
+        return CausalLMOutput(loss=self.lm_head(hidden, labels, num_items_in_batch))
+
+
+def compile_blocks(model: Decoder, backend: str = "inductor") -> None:
+    """Compiles every block whole, in place; equal blocks share one compilation.
+
+    `forward` is replaced, not `__call__`: hooks that others hang on the block (ZeRO-3 gathers
+    there) stay outside.
+    """
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)

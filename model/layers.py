@@ -1,0 +1,124 @@
+"""The small modules a decoder block is made of: matrix product, embedding, RMSNorm.
+
+One rule: a module reads only its own weights, inside its own forward. ZeRO-3 gathers a weight
+around exactly that call, and tensor parallel swaps these modules for sharded ones with the same
+call. Weights are left uninitialised: every value comes from `model.init.fill` or a checkpoint, and
+drawing them here first would cost minutes at 7B.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@cache
+def cpu_has_bf16_matmul() -> bool:
+    """Whether oneDNN runs bf16 matrix products on this CPU (AVX-512 or Arm bf16)."""
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(probe and probe())
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The type in which matrix products of `tensor` run: its own, but fp32 for bf16 on a CPU
+    without bf16 units.
+
+    There torch falls back to a scalar loop, up to a hundred times slower than fp32 (2048x8192 by
+    8192x256 on one AVX2 core: 10.7 s against 0.1 s). Products in fp32, rounded once, are also the
+    more exact ones.
+    """
+    if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and not cpu_has_bf16_matmul():
+        return torch.float32
+    return tensor.dtype
+
+
+class _WideProduct(torch.autograd.Function):
+    """x @ weight.T + bias computed in fp32, everything stored in the type it came in."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(
+            x.dtype
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_rows = grad.float().flatten(0, -2)
+        grad_x = (grad_rows @ weight.float()).view_as(x).to(x.dtype)
+        grad_weight = (grad_rows.t() @ x.float().flatten(0, -2)).to(weight.dtype)
+        grad_bias = grad_rows.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, in `product_dtype`. x (..., in), weight (out, in) -> (..., out) in the type of
+    x.
+    """
+    if product_dtype(x) == x.dtype:
+        return F.linear(x, weight, bias)
+    return _WideProduct.apply(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with uninitialised weights and products in `product_dtype`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with uninitialised weights."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm that keeps x and one number per row for backward, where autograd's own would keep two
+    fp32 copies of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x.float() * scale, grad.float()
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_normed = grad * weight
+        grad_x = (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True)) * scale
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once (Zhang and
+    Sennrich, 2019).
+
+    Llama's, except that Llama rounds 16-bit activations a second time, before the weight.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # one kernel there; the same arithmetic and the same two things kept
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"

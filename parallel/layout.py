@@ -1,0 +1,244 @@
+"""Which rank does what: the axes of ranks, their sizes, and which combinations are legal.
+
+Rank order, fastest first: tensor, context, data, pipeline. Tensor ranks are therefore neighbours on
+one host, and only pipeline stages (the least traffic) are far apart. The one rule: everything here
+is arithmetic on a recipe and a number of ranks - no torch, no process group, no clock - so any
+machine can work out any rank's place.
+
+Units: ranks, sequences, tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from recipes.schema import Recipe, UserError
+
+
+class Coordinates(NamedTuple):
+    """Place of one rank on each axis, 0-based."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes of `world` ranks and how a global batch is cut over the data axis."""
+
+    world: int
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+    stage: int  # ZeRO stage
+    micro_batch: int  # sequences per rank and forward pass
+    accumulation: tuple[tuple[int, int], ...]  # (first data step, micro-batches per rank and step)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Axis coordinates of a global rank; the inverse of `rank`."""
+        assert 0 <= rank < self.world, rank
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(pipeline, data, context, tensor)
+
+    def rank(self, place: Coordinates) -> int:
+        """Global rank at axis coordinates."""
+        outer = place.pipeline * self.data + place.data
+        return (outer * self.context + place.context) * self.tensor + place.tensor
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether any step of the run sums gradients over several micro-batches."""
+        return any(count > 1 for _, count in self.accumulation)
+
+    def describe(self) -> str:
+        """One line for people: every axis with its size, and the batch."""
+        counts = " then ".join(str(count) for _, count in self.accumulation)
+        return (
+            f"{self.world} ranks = pipeline {self.pipeline} x data {self.data} x context"
+            f" {self.context} x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch"
+            f" {self.micro_batch} sequences, accumulation {counts}"
+        )
+
+    def as_dict(self) -> dict:
+        """Plain values for layout.json."""
+        return asdict(self) | {"accumulation": [list(piece) for piece in self.accumulation]}
+
+
+def solve(recipe: Recipe, world: int, stage: int) -> Layout:
+    """The layout of `recipe` on `world` ranks under ZeRO `stage`.
+
+    Raises UserError with every broken rule: the arithmetic, and the nearest legal values.
+    """
+    problems = [rule(recipe, world, stage) for rule in RULES]
+    problems = [problem for problem in problems if problem]
+    if problems:
+        raise UserError(*problems)
+    axes = recipe.parallel
+    data = world // (axes.tensor * axes.pipeline * axes.context)
+    quantum = data * recipe.micro_batch * recipe.seq_len
+    broken = [
+        line for line in (_batch_problem(recipe, data, *p) for p in batch_pieces(recipe)) if line
+    ]
+    if broken:
+        raise UserError(*broken)
+    return Layout(
+        world=world,
+        pipeline=axes.pipeline,
+        data=data,
+        context=axes.context,
+        tensor=axes.tensor,
+        stage=stage,
+        micro_batch=recipe.micro_batch,
+        accumulation=tuple((step, tokens // quantum) for step, tokens in batch_pieces(recipe)),
+    )
+
+
+def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
+    """[(first data step, tokens per step), ...] of a constant batch or a ramp."""
+    if isinstance(recipe.batch_tokens, int):
+        return [(0, recipe.batch_tokens)]
+    return [(step, tokens) for step, tokens in recipe.batch_tokens]
+
+
+def startable(layout: Layout) -> None:
+    """Refuse axes that this version composes and shows but cannot run yet."""
+    for axis in ("tensor", "pipeline", "context"):
+        size = getattr(layout, axis)
+        if size > 1:
+            raise UserError(
+                f"parallel.{axis}={size} can be shown but not started by this version;"
+                f" set parallel.{axis}=1 (the ranks then join the data axis)"
+            )
+
+
+def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
+    axes = recipe.parallel
+    product = axes.tensor * axes.pipeline * axes.context
+    if world >= 1 and world % product == 0:
+        return None
+    below, above = world // product * product, (world // product + 1) * product
+    nearest = f"{below} or {above}" if below else f"{above}"
+    return (
+        f"world={world} ranks is not a multiple of tensor {axes.tensor} x pipeline {axes.pipeline}"
+        f" x context {axes.context} = {product}; nearest: {nearest} ranks"
+    )
+
+
+def _stage_is_known(recipe: Recipe, world: int, stage: int) -> str | None:
+    if stage in (1, 2, 3):
+        return None
+    return f"zero={recipe.zero} means ZeRO stage {stage}; legal stages: 1, 2, 3"
+
+
+def _pipeline_needs_stage_1(recipe: Recipe, world: int, stage: int) -> str | None:
+    if recipe.parallel.pipeline == 1 or stage not in (2, 3):
+        return None
+    return (
+        f"parallel.pipeline={recipe.parallel.pipeline} with zero={recipe.zero}: a pipeline keeps"
+        f" gradients of several micro-batches, which ZeRO-{stage} shards away; use zero=pipeline"
+        " (stage 1), or parallel.pipeline=1 with zero=1, 2 or 3"
+    )
+
+
+def _pipeline_has_no_context(recipe: Recipe, world: int, stage: int) -> str | None:
+    if recipe.parallel.pipeline == 1 or recipe.parallel.context == 1:
+        return None
+    return (
+        f"parallel.context={recipe.parallel.context} does not combine with"
+        f" parallel.pipeline={recipe.parallel.pipeline}; set one of them to 1"
+    )
+
+
+def _every_stage_has_a_block(recipe: Recipe, world: int, stage: int) -> str | None:
+    layers, stages = recipe.model.num_hidden_layers, recipe.parallel.pipeline
+    if stages <= layers:
+        return None
+    return (
+        f"parallel.pipeline={stages} is more than model.num_hidden_layers={layers}: every stage"
+        f" needs at least one block; use at most {layers}"
+    )
+
+
+def _heads_divide(recipe: Recipe, world: int, stage: int) -> str | None:
+    model, axes = recipe.model, recipe.parallel
+    parts = axes.tensor * axes.context
+    if parts == 1 or (
+        model.num_key_value_heads % axes.tensor == 0 and model.num_attention_heads % parts == 0
+    ):
+        return None
+    legal = [
+        n for n in range(1, model.num_key_value_heads + 1) if model.num_key_value_heads % n == 0
+    ]
+    return (
+        f"parallel.tensor={axes.tensor}, parallel.context={axes.context}: the"
+        f" {model.num_attention_heads} query and {model.num_key_value_heads} key-value heads must"
+        f" split evenly; legal tensor sizes: {_listed(legal)}"
+    )
+
+
+def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | None:
+    tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
+    if per_node % tensor == 0 or world <= per_node:
+        return None
+    legal = [n for n in range(1, per_node + 1) if per_node % n == 0]
+    return (
+        f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
+        f" it must divide {per_node}; legal: {_listed(legal)}"
+    )
+
+
+def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
+    context = recipe.parallel.context
+    if recipe.seq_len % context == 0:
+        return None
+    return (
+        f"seq_len={recipe.seq_len} is not a multiple of parallel.context={context}; nearest: "
+        + nearest_multiples(recipe.seq_len, context)
+    )
+
+
+RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
+    _axes_divide_world,
+    _stage_is_known,
+    _pipeline_needs_stage_1,
+    _pipeline_has_no_context,
+    _every_stage_has_a_block,
+    _heads_divide,
+    _tensor_stays_on_a_host,
+    _sequence_divides,
+)
+
+
+def _batch_problem(recipe: Recipe, data: int, step: int, tokens: int) -> str | None:
+    quantum = data * recipe.micro_batch * recipe.seq_len
+    if tokens > 0 and tokens % quantum == 0:
+        return None
+    where = "" if step == 0 else f" (from step {step})"
+    message = (
+        f"batch_tokens={tokens}{where} is not a multiple of {data} data-parallel ranks x"
+        f" micro_batch {recipe.micro_batch} x seq_len {recipe.seq_len} = {quantum};"
+        f" nearest: {nearest_multiples(tokens, quantum)}"
+    )
+    per_rank, uneven = divmod(tokens, data * recipe.seq_len)
+    if per_rank and not uneven:
+        fits = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+        message += f"; or micro_batch {_listed(fits)}"
+    return message
+
+
+def nearest_multiples(value: int, quantum: int) -> str:
+    """The legal neighbours of `value`, as text: `458752 or 524288`."""
+    below = value // quantum * quantum
+    return f"{below} or {below + quantum}" if below > 0 else f"{quantum}"
+
+
+def _listed(values: Sequence[int]) -> str:
+    shown = [str(value) for value in values[:8]]
+    return ", ".join(shown) + (", ..." if len(values) > 8 else "")

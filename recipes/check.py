@@ -1,0 +1,300 @@
+"""From a plain container to a frozen Recipe: every knob's name, type and range.
+
+One rule: all problems are collected and raised together, those of `recipes.rules` too; each is one
+line with the knob, its value, where the value came from, the rule and the way out. Nothing is
+corrected in silence except the notation of a number: 5e8 where an int is wanted is 500000000.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recipes.rules import RULES, WARNINGS
+from recipes.schema import FP16, STAGE_0, Recipe, UserError, as_float, as_int, did_you_mean
+
+# Folder and source names: what every file system, shell and dotted knob name takes unquoted.
+SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")
+LONGEST_NAME = 100
+BAD = object()  # stands for a value that has already been reported
+
+
+def to_recipe(
+    values: dict[str, Any], origins: Mapping[str, str], missing: list[str]
+) -> tuple[Recipe, list[str]]:
+    """The frozen recipe and its warnings, from nested plain values.
+
+    `origins` says where each dotted knob came from; `missing` are knobs left at `???`. Raises
+    UserError with every problem found.
+    """
+    reader = _Reader(origins, missing)
+    recipe = reader.read_class(Recipe, values, "")
+    known = {path: value for path, value in reader.read.items() if value is not BAD}
+    problems = list(reader.problems)
+    if reader.missing:
+        listed = ", ".join(f"{path} ({meaning})" for path, meaning in reader.missing.items())
+        problems.insert(0, f"no value for {listed}; set each in the recipe or as knob=value")
+    for knobs, rule in RULES:
+        if all(knob in known for knob in knobs):
+            line = rule(*(known[knob] for knob in knobs))
+            problems += [line] if line else []
+    if problems:
+        raise UserError(*problems)
+    return recipe, [
+        line
+        for knobs, rule in WARNINGS
+        if (line := rule(*(known[knob] for knob in knobs))) is not None
+    ]
+
+
+def knob_names(cls: type = Recipe, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Dotted name -> field of every knob; `data.sources.NAME.weight` stands for any source."""
+    names = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, kind = prefix + field.name, hints[field.name]
+        inner = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else (kind,)
+        if dataclasses.is_dataclass(inner[0]):
+            middle = "." if inner[0] is kind else ".NAME."
+            names |= knob_names(inner[0], path + middle)
+        else:
+            names[path] = field
+    return names
+
+
+def is_text(path: str) -> bool:
+    """Whether the knob at a dotted path is text only, so that `run=007` is not a number."""
+    cls: Any = Recipe
+    for part in path.split("."):
+        if not dataclasses.is_dataclass(cls):
+            inner = typing.get_args(cls)
+            if typing.get_origin(cls) is not dict:
+                return False
+            cls = inner[1]
+            continue
+        cls = typing.get_type_hints(cls).get(part)
+    return cls is str or cls == (str | None)
+
+
+class _Reader:
+    """Reads nested values into dataclasses; remembers problems, missing knobs and values read."""
+
+    def __init__(self, origins: Mapping[str, str], missing: list[str]):
+        self.origins = origins
+        self.unset = set(missing)
+        self.problems: list[str] = []
+        self.missing: dict[str, str] = {}
+        self.read: dict[str, Any] = {}
+
+    def fail(self, path: str, value: Any, reason: str) -> Any:
+        self.problems.append(f"{path}={value!r}{self.where(path)} {reason}")
+        return BAD
+
+    def where(self, path: str) -> str:
+        under = (origin for known, origin in self.origins.items() if _is_under(known, path))
+        origin = self.origins.get(path) or next(under, None)
+        return f" ({origin})" if origin else ""
+
+    def read_class(self, cls: type, values: Any, path: str) -> Any:
+        """An instance of dataclass `cls`, or BAD where anything in it is wrong."""
+        if not isinstance(values, dict):
+            return self.fail(path, values, f"is not a group of knobs; set {path}.KNOB instead")
+        prefix = f"{path}." if path else ""
+        hints = typing.get_type_hints(cls)
+        self.unknown(cls, values, prefix)
+        arguments = {}
+        for field in dataclasses.fields(cls):
+            name, kind = prefix + field.name, hints[field.name]
+            if field.name in values:
+                value = self.read_value(kind, values[field.name], name, field.metadata)
+            elif _has_default(field) and name not in self.unset:
+                value = self.default(field, kind, name)
+            else:
+                self.lacks(kind, name, field)
+                value = BAD
+            arguments[field.name] = self.read[name] = value
+        return BAD if any(value is BAD for value in arguments.values()) else cls(**arguments)
+
+    def unknown(self, cls: type, values: dict, prefix: str) -> None:
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                path = f"{prefix}{key}"
+                hint = did_you_mean(path, [prefix + name for name in names] + list(knob_names()))
+                if hint == ".":
+                    hint = f"; knobs here: {', '.join(names)}"
+                self.problems.append(f"{path}{self.where(path)}: no such knob{hint}")
+
+    def default(self, field: dataclasses.Field, kind: Any, name: str) -> Any:
+        if dataclasses.is_dataclass(kind):
+            return self.read_class(kind, {}, name)
+        if field.default is not dataclasses.MISSING:
+            return field.default
+        return field.default_factory()
+
+    def lacks(self, kind: Any, name: str, field: dataclasses.Field) -> None:
+        if dataclasses.is_dataclass(kind) and name not in self.unset:
+            self.read_class(kind, {}, name)  # names each knob of the group
+        else:
+            self.missing[name] = field.metadata["meaning"]
+
+    def read_value(self, kind: Any, value: Any, path: str, metadata: Mapping[str, Any]) -> Any:
+        if dataclasses.is_dataclass(kind):
+            return self.read_class(kind, value, path)
+        if typing.get_origin(kind) is dict:
+            return self.read_dict(typing.get_args(kind)[1], value, path)
+        if path in SPECIAL:
+            try:
+                return SPECIAL[path](value)
+            except ValueError as error:
+                return self.fail(path, value, f"{error} ({metadata['meaning']})")
+        if isinstance(kind, types.UnionType):
+            if value is None:
+                return None
+            kind = typing.get_args(kind)[0]
+        try:
+            value = CONVERT[kind](value)
+        except ValueError as error:
+            return self.fail(path, value, f"{error}: {metadata['meaning']}")
+        reason = _outside(value, metadata)
+        return self.fail(path, value, reason) if reason else value
+
+    def read_dict(self, kind: Any, value: Any, path: str) -> Any:
+        if not isinstance(value, dict):
+            return self.fail(path, value, f"is not a group; write {path}.NAME=...")
+        if kind is Any:
+            return value
+        read = {}
+        for name, inner in value.items():
+            if not SAFE_NAME.fullmatch(str(name)) or "." in str(name):
+                read[name] = self.fail(
+                    path, str(name), "is not a name; use letters, digits, dash and underscore"
+                )
+                continue
+            read[name] = self.read_class(kind, inner, f"{path}.{name}")
+        return BAD if any(item is BAD for item in read.values()) else read
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return not (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
+def _is_under(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent + ".")
+
+
+def _outside(value: Any, metadata: Mapping[str, Any]) -> str | None:
+    """What is wrong with a value of the right type, or None."""
+    unit = f" {metadata['unit']}" if metadata["unit"] else ""
+    if metadata["choices"] and value not in metadata["choices"]:
+        if value in ("fp16", "float16", "half"):
+            return f"is refused: {FP16}"
+        near = did_you_mean(value, metadata["choices"]).rstrip(".")
+        return f"is not one of {', '.join(metadata['choices'])}{near}"
+    for bound, broken, text in (
+        ("low", lambda a, b: a < b, "must be at least"),
+        ("high", lambda a, b: a > b, "must be at most"),
+        ("above", lambda a, b: a <= b, "must be above"),
+        ("below", lambda a, b: a >= b, "must be below"),
+    ):
+        if metadata[bound] is not None and broken(value, metadata[bound]):
+            return f"{text} {metadata[bound]}{unit}: {metadata['meaning']}"
+    return None
+
+
+def _to_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("is neither true nor false")
+    return value
+
+
+def _to_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("is not text; put it in quotes")
+    return value
+
+
+def _run(value: Any) -> str | None:
+    """A name for a folder under runs/ that no shell, glob or option parser misreads."""
+    if value is None:
+        return None
+    text = _to_text(value)
+    if not SAFE_NAME.fullmatch(text) or len(text) > LONGEST_NAME:
+        raise ValueError(
+            "is not a folder name: letters, digits and _ . + = - only, not starting with a dot or"
+            f" dash, at most {LONGEST_NAME} characters, no slash"
+        )
+    return text
+
+
+def _positive(value: Any) -> int:
+    number = as_int(value)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def _tokens(value: Any) -> int | str | None:
+    if value is None or value == "chinchilla":
+        return value
+    try:
+        return _positive(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; give a number of tokens, or chinchilla") from None
+
+
+def _batch_tokens(value: Any) -> int | tuple[tuple[int, int], ...]:
+    if not isinstance(value, list | tuple):
+        return _positive(value)
+    if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        raise ValueError("is not a list of [step, tokens] pairs")
+    ramp = tuple((as_int(step), _positive(tokens)) for step, tokens in value)
+    steps = [step for step, _ in ramp]
+    if steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError("must start at step 0 and its steps must increase")
+    return ramp
+
+
+def _warmup(value: Any) -> int | float:
+    number = as_float(value)
+    if number < 0:
+        raise ValueError("must not be negative")
+    if 0 < number < 1:
+        return number
+    try:
+        return as_int(value)
+    except ValueError:
+        raise ValueError("is neither a fraction below 1 nor a whole number of steps") from None
+
+
+def _zero(value: Any) -> int | str:
+    if isinstance(value, bool) or value is None:
+        raise ValueError("is neither a stage (1, 2, 3) nor the name of a file in ds_configs/")
+    try:
+        stage = as_int(value)
+    except ValueError:
+        if isinstance(value, str) and value:
+            return value
+        raise ValueError("is neither a stage (1, 2, 3) nor a name") from None
+    if stage == 0:
+        raise ValueError(f"is refused: {STAGE_0}")
+    if stage not in (1, 2, 3):
+        raise ValueError("is not a ZeRO stage; legal: 1, 2, 3")
+    return stage
+
+
+CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
+SPECIAL: dict[str, Callable] = {
+    "run": _run,
+    "tokens": _tokens,
+    "batch_tokens": _batch_tokens,
+    "warmup": _warmup,
+    "zero": _zero,
+}

@@ -1,0 +1,283 @@
+"""Composes one dish and its ingredients into the frozen Recipe. The only file that imports Hydra.
+
+    recipes/tiny.yaml -> defaults list: model/ data/ optim/ cluster/ -> knob=value overrides
+      -> plain values + where each came from -> recipes.check -> Recipe
+
+One rule: Hydra does defaults lists, groups and the override grammar, nothing else. It creates no
+folder, changes no directory, and what it composed is checked by `recipes.check`. An override sets
+one value whether or not the dish has it; a value that is a dict replaces the whole dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from recipes.check import is_text, to_recipe
+from recipes.schema import Recipe, UserError, did_you_mean
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+GROUPS = ("model", "data", "optim", "cluster")
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked recipe, where each dotted knob came from (absent = default), and warnings."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value override. `text` is what was typed after the equals sign."""
+
+    key: str
+    value: Any
+    text: str
+    is_removal: bool
+
+
+def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
+    """The recipe `dish` (a name in recipes/, or a path to a .yaml file) with overrides applied.
+
+    `model=...`, `data=...`, `optim=...`, `cluster=...` choose an ingredient; `a.b=value` sets a
+    knob, `~a.b` removes a key. Raises UserError with all problems.
+    """
+    path = locate(dish)
+    choices, changes, problems, warnings = parse(overrides)
+    try:
+        tree, origins = _hydra(path, choices)
+    except CONFIG_ERRORS as error:
+        raise UserError(*problems, f"{_shown(path)}: {_one_line(error)}") from None
+    problems += [line for change in changes for line in _apply(tree, origins, change)]
+    problems += [f"{key}: hydra settings are not used" for key in origins if _is_hydra(key)]
+    values, missing, broken = _plain(tree)
+    problems += broken + list(_targets(values))
+    try:
+        recipe, more = to_recipe(values, origins, missing)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+    if problems:
+        raise UserError(*problems)
+    if recipe.run is None:
+        recipe = dataclasses.replace(recipe, run=path.stem)
+    return Composed(recipe, origins, warnings + more)
+
+
+def compose_command(arguments: Sequence[str]) -> Composed:
+    """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
+    dishes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
+    overrides = [text for text in arguments if not text.startswith("recipe=")]
+    if len(dishes_named) != 1:
+        raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
+    return compose(dishes_named[0], overrides)
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """YAML with every knob and nothing left to resolve; composing it gives the same recipe."""
+    note = f"# make pretrain RECIPE=runs/{recipe.run}/recipe.yaml OVERRIDES=run=NEW_NAME\n"
+    return note + OmegaConf.to_yaml(OmegaConf.create(_listed(dataclasses.asdict(recipe))))
+
+
+def dishes() -> list[str]:
+    """Names of the recipes in recipes/."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def ingredients(group: str) -> list[str]:
+    """Names in one ingredient folder."""
+    return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
+
+
+def locate(dish: str) -> Path:
+    """The file of a dish. Raises UserError with the list of recipes and the nearest name."""
+    if dish.endswith(".yaml") or "/" in dish:
+        path = (ROOT / dish).resolve()
+        if path.is_file() and path.suffix == ".yaml":
+            return path
+        raise UserError(f"recipe {dish}: there is no file {path}")
+    path = RECIPES / f"{dish}.yaml"
+    if not re.fullmatch(r"[\w.-]+", dish) or not path.is_file():
+        near = did_you_mean(dish, dishes())
+        raise UserError(f"recipe {dish!r}: no such recipe{near} There are: {', '.join(dishes())}")
+    return path
+
+
+def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str], list[str]]:
+    """Ingredient choices, value changes, problems and warnings of a list of overrides."""
+    parser = OverridesParser.create()
+    choices: dict[str, str] = {}
+    changes: dict[str, Change] = {}
+    problems, warnings = [], []
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException as error:
+            problems.append(
+                f"override {text!r} is malformed ({_one_line(error)}); write knob=value"
+            )
+            continue
+        key = parsed.key_or_group
+        line = _refusal(text, parsed)
+        if line:
+            problems.append(line)
+            continue
+        chosen = choices if key in GROUPS and isinstance(parsed.value(), str) else changes
+        if key in chosen:
+            warnings.append(f"{key} is given twice; {text} replaces the earlier one")
+        if chosen is choices:
+            choices[key] = text.lstrip("+")
+        else:
+            typed = text.partition("=")[2]
+            changes.pop(key, None)  # the later one also comes later
+            changes[key] = Change(key, parsed.value(), typed, parsed.is_delete())
+    return list(choices.values()), list(changes.values()), problems, warnings
+
+
+def _refusal(text: str, parsed: Any) -> str | None:
+    """Why a well-formed override is not taken, or None."""
+    key = parsed.key_or_group
+    if _is_hydra(key):
+        return f"override {text!r}: hydra settings are not used; runs go to runs/<run> (run=NAME)"
+    if parsed.package is not None or "/" in key:
+        return f"override {text!r}: write group=name or knob=value, without @ and /"
+    if parsed.is_sweep_override():
+        return f"override {text!r} has several values; one run takes one value per knob"
+    if key in GROUPS and parsed.is_delete():
+        return f"override {text!r}: an ingredient is replaced by {key}=NAME, not removed"
+    value = parsed.value()
+    if key in GROUPS and isinstance(value, str) and value not in ingredients(key):
+        near = did_you_mean(value, ingredients(key))
+        return f"{key}={value}: no such ingredient{near} There are: {', '.join(ingredients(key))}"
+    return None
+
+
+def _is_hydra(key: str) -> bool:
+    return re.split(r"[./@]", key, maxsplit=1)[0] == "hydra"
+
+
+def _hydra(path: Path, choices: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """Hydra's composition of a dish, and which file set each leaf."""
+    search = [f"hydra.searchpath=[file://{RECIPES}]"] if path.parent != RECIPES else []
+    with hydra.initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+        tree = hydra.compose(config_name=path.stem, overrides=choices + search)
+        loader = GlobalHydra.instance().config_loader()
+        used = loader.compute_defaults_list(path.stem, choices + search, RunMode.RUN).defaults
+    OmegaConf.set_struct(tree, False)
+    origins = {}
+    for part in used:
+        if part.config_path is None or part.config_path.startswith("hydra/"):
+            continue
+        places = [folder / f"{part.config_path}.yaml" for folder in (path.parent, RECIPES)]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:  # Hydra's own `hydra/config`
+            continue
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        content.pop("defaults", None)
+        prefix = f"{part.package}." if part.package else ""
+        origins |= {prefix + key: _shown(file) for key in _leaves(content)}
+    return tree, origins
+
+
+def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[str]:
+    """Put one override into the tree; returns problems."""
+    for key in list(origins):
+        if f"{key}.".startswith(f"{change.key}.") or f"{change.key}.".startswith(f"{key}."):
+            del origins[key]
+    parent, _, last = change.key.rpartition(".")
+    value = change.value
+    if is_text(change.key) and isinstance(value, bool | int | float):
+        value = change.text  # `run=007` is a name
+    try:
+        if change.is_removal:
+            holder = OmegaConf.select(tree, parent) if parent else tree
+            if not isinstance(holder, DictConfig) or last not in holder:
+                return [f"~{change.key}: there is no such key to remove"]
+            del holder[last]
+            return []
+        OmegaConf.update(tree, change.key, value, merge=False, force_add=True)
+    except OmegaConfBaseException as error:
+        return [f"override {change.key}={change.text}: {_one_line(error)}"]
+    inner = _leaves(value) if isinstance(value, dict) else ()
+    origins |= {f"{change.key}.{key}": "override" for key in inner} or {change.key: "override"}
+    return []
+
+
+def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Resolved plain values, knobs left at `???`, and problems of interpolation."""
+    missing: list[str] = []
+    problems: list[str] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, DictConfig):
+            result = {}
+            for key in node:
+                full = f"{path}.{key}" if path else str(key)
+                if OmegaConf.is_missing(node, key):
+                    missing.append(full)
+                    continue
+                try:
+                    result[key] = walk(node[key], full)
+                except OmegaConfBaseException as error:
+                    problems.append(f"{full}: {_one_line(error)}")
+            return result
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_list(node) else node
+
+    return walk(tree, ""), missing, problems
+
+
+def _targets(values: Any, path: str = "") -> Iterator[str]:
+    """Recipes hold data, never the name of code to call."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            full = f"{path}.{key}" if path else str(key)
+            if str(key) in ("_target_", "_args_", "_partial_"):
+                yield f"{full}: a recipe names no code to run; remove it"
+            yield from _targets(value, full)
+    elif isinstance(values, list):
+        for item in values:
+            yield from _targets(item, path)
+
+
+def _leaves(content: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(content, dict) and content:
+        for key, value in content.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, all the way down: YAML has no tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    return value
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _one_line(error: Exception) -> str:
+    """The first paragraph of a library's message, without its trailer."""
+    text = str(error).split("\n    full_key")[0].split("\nSee https")[0]
+    return " ".join(text.split())

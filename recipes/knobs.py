@@ -1,0 +1,75 @@
+"""`make knobs`: every knob of a recipe and every key of the DeepSpeed JSON, from their own lists.
+
+    python -m recipes.knobs --find lr
+
+Prints name, type, default, legal values and meaning of those whose name or meaning has the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from recipes.check import knob_names
+from recipes.compose import GROUPS, ingredients
+from recipes.table import table
+from runtime.engine_keys import KEYS, OWNED
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of `python -m recipes.knobs`; exit status 1 when nothing matches."""
+    parser = argparse.ArgumentParser(prog="make knobs", description=__doc__)
+    parser.add_argument("--find", default="", help="text in the name or the meaning")
+    wanted = parser.parse_args(arguments).find.lower()
+    rows = [row for row in all_rows() if wanted in row[0].lower() or wanted in row[-1].lower()]
+    if not rows:
+        print(f"no knob has {wanted!r} in its name or meaning; `make knobs` lists all")
+        return 1
+    print(table([["knob", "type", "default", "legal", "meaning"], *rows], indent=""))
+    return 0
+
+
+def all_rows() -> list[list[str]]:
+    """[name, type, default, legal values, meaning and unit] of each knob, groups first."""
+    rows = [
+        [group, "ingredient", "", " | ".join(ingredients(group)), f"a file of recipes/{group}/"]
+        for group in GROUPS
+    ]
+    for name, field in knob_names().items():
+        data = field.metadata
+        unit = f" [{data['unit']}]" if data["unit"] else ""
+        rows.append([name, _kind(field), _default(field), _legal(data), data["meaning"] + unit])
+    for key, rule in KEYS.items():
+        if key not in OWNED:
+            legal = " | ".join(map(str, rule.choices))
+            legal = legal or (f">= {rule.low:g}" if rule.low is not None else "")
+            stages = "" if len(rule.only) == 3 else f" (ZeRO {' or '.join(map(str, rule.only))})"
+            rows.append([f"ds.{key}", rule.kind.__name__, "preset", legal, rule.meaning + stages])
+    return rows
+
+
+def _kind(field: dataclasses.Field) -> str:
+    kind = str(field.type).replace(" | None", "?").replace("dict[str, Any]", "dict")
+    return "int or text" if kind == "Any" else kind
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return json.dumps(field.default)
+    return "{}" if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def _legal(data) -> str:
+    if data["choices"]:
+        return " | ".join(data["choices"])
+    marks = {"low": ">=", "above": ">", "high": "<=", "below": "<"}
+    return ", ".join(
+        f"{mark} {data[name]:g}" for name, mark in marks.items() if data[name] is not None
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

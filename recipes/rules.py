@@ -1,0 +1,101 @@
+"""Rules between knobs that need no layout: each a pure function of a few knobs.
+
+One rule: a function returns one line - the values, the rule, the way out - or None. It runs only
+where all its knobs are legal by themselves, so it never sees a missing or mistyped value.
+"""
+
+from __future__ import annotations
+
+
+def _one_length(steps, tokens) -> str | None:
+    if steps is None and tokens is None:
+        return "the run has no length; give steps=N, tokens=N or tokens=chinchilla"
+    if steps is not None and tokens is not None:
+        return (
+            f"steps={steps} and tokens={tokens} both set the length of the run; remove one"
+            " (steps=null or tokens=null)"
+        )
+    return None
+
+
+def _warmup_fits(warmup, steps) -> str | None:
+    if steps is not None and isinstance(warmup, int) and warmup > steps:
+        return (
+            f"warmup={warmup} steps is longer than the run, steps={steps}; give at most {steps},"
+            " or a fraction such as 0.01"
+        )
+    return None
+
+
+def _decay_fits(schedule, decay, warmup, steps) -> str | None:
+    if schedule != "wsd":
+        return None
+    share = warmup if isinstance(warmup, float) else warmup / steps if steps else 0
+    if share + decay > 1:
+        return (
+            f"warmup={warmup} and optim.decay={decay} together are more than the run; lower one"
+            f" of them (optim.decay at most {1 - share:.4g})"
+        )
+    return None
+
+
+def _heads(hidden, heads, head_dim) -> str | None:
+    if head_dim is None and hidden % heads:
+        return (
+            f"model.hidden_size={hidden} is not a multiple of model.num_attention_heads={heads};"
+            f" nearest: {hidden // heads * heads or heads} or {(hidden // heads + 1) * heads},"
+            " or set model.head_dim"
+        )
+    width = head_dim or hidden // heads
+    if width % 2:
+        return (
+            f"one head is {width} wide (model.head_dim, or hidden_size {hidden} /"
+            f" num_attention_heads {heads}): rotary embeddings turn pairs, so it must be even"
+        )
+    return None
+
+
+def _kv_heads(heads, kv_heads) -> str | None:
+    if heads % kv_heads == 0:
+        return None
+    legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    return (
+        f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads};"
+        f" legal: {legal}"
+    )
+
+
+def _window(window, seq_len) -> str | None:
+    if window is None or window % seq_len == 0:
+        return None
+    below = window // seq_len * seq_len or seq_len
+    return (
+        f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
+        f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
+    )
+
+
+def _sources(sources) -> str | None:
+    if not sources:
+        return "data.sources is empty; choose data=sotu, or set data.sources.NAME.corpus=FOLDER"
+    if sum(source.weight for source in sources.values()) <= 0:
+        return "data.sources: every weight is 0; give at least one source a weight above 0"
+    return None
+
+
+def _stop_is_reached(stop_after, steps) -> str | None:
+    if stop_after is not None and steps is not None and stop_after > steps:
+        return f"stop_after={stop_after} is past the end of the run, steps={steps}: no effect"
+    return None
+
+
+RULES = (
+    (("steps", "tokens"), _one_length),
+    (("warmup", "steps"), _warmup_fits),
+    (("optim.schedule", "optim.decay", "warmup", "steps"), _decay_fits),
+    (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
+    (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
+    (("data.window_tokens", "seq_len"), _window),
+    (("data.sources",), _sources),
+)
+WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)

@@ -1,0 +1,309 @@
+"""Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
+
+One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
+and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports nothing
+of this project, so that every folder may import it.
+
+Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
+unit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+# Above this a float no longer holds every whole number, so 1e17 may not be what was meant.
+LARGEST_EXACT_FLOAT = 2**53
+# No count in training has more digits; "1e999999999" would fill the memory as an int.
+LARGEST_EXPONENT = 30
+
+# Why two well-known settings are refused, wherever they are given.
+STAGE_0 = (
+    "ZeRO stage 0 is not offered: DeepSpeed 0.19 then clips by a wrong norm, decays bf16 weights"
+    " once at start and reports no gradient norm; the plain case is zero=1 on one rank"
+)
+FP16 = (
+    "fp16 is not offered on any device: its loss scale skips steps and is one more state to"
+    " restore; use precision=bf16, or precision=fp32 as the reference"
+)
+
+
+class UserError(ValueError):
+    """What a user can put right: problems, each one line with knob, value, rule and way out."""
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def as_int(value: Any) -> int:
+    """A whole number as an exact int: 8, 5e8, "8" and "5e8" are; 1.5, true and nan are not.
+
+    Raises ValueError with the reason, to be put behind `knob=value`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, bool) or not isinstance(value, float | str):
+        raise ValueError("is not a whole number")
+    try:
+        exact = Decimal(str(value).strip())
+    except InvalidOperation:
+        raise ValueError("is not a whole number") from None
+    if not exact.is_finite() or exact.adjusted() > LARGEST_EXPONENT:
+        raise ValueError("is not a finite number")
+    if exact != exact.to_integral_value():
+        raise ValueError("is not a whole number")
+    if isinstance(value, float) and abs(value) > LARGEST_EXACT_FLOAT:
+        raise ValueError("is too large to be exact in this notation; write all digits")
+    return int(exact)
+
+
+def as_float(value: Any) -> float:
+    """A finite number as a float: 3e-4, 1 and "3e-4" are; true, nan and inf are not.
+
+    Raises ValueError with the reason, to be put behind `knob=value`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("is not a number")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError("is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
+
+    The last part counts: `lr` is near `optim.lr`, and `model.x` is near nothing.
+    """
+
+    def likeness(full: str) -> tuple[float, int]:
+        last = _likeness(name.rpartition(".")[2], full.rpartition(".")[2])
+        return last + 0.05 * _likeness(name, full), -len(full)
+
+    best = max(known, key=likeness, default=None)
+    return f"; did you mean {best}?" if best and likeness(best)[0] >= 0.6 else "."
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def knob(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    choices=(),
+    low=None,
+    high=None,
+    above=None,
+    below=None,
+):
+    """A dataclass field with its documentation and range.
+
+    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
+    """
+    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
+    metadata |= dict(low=low, high=high, above=above, below=below)
+    if default is REQUIRED:
+        return field(metadata=metadata, kw_only=True)
+    if isinstance(default, (list, dict)):
+        return field(
+            default_factory=lambda: type(default)(default), metadata=metadata, kw_only=True
+        )
+    return field(default=default, metadata=metadata, kw_only=True)
+
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of the decoder, in Hugging Face's words (`LlamaConfig`)."""
+
+    vocab_size: int = knob(
+        REQUIRED, "rows of the embedding; every token id of the corpus is below it", low=2
+    )
+    hidden_size: int = knob(REQUIRED, "width of the residual stream", low=2)
+    intermediate_size: int = knob(REQUIRED, "width of the gated MLP", low=1)
+    num_hidden_layers: int = knob(REQUIRED, "decoder blocks", low=1)
+    num_attention_heads: int = knob(REQUIRED, "query heads", low=1)
+    num_key_value_heads: int = knob(
+        REQUIRED, "key and value heads; divides num_attention_heads", low=1
+    )
+    head_dim: int | None = knob(
+        None, "width of one head; null = hidden_size / num_attention_heads", low=2
+    )
+    rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=0)
+    rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    tie_word_embeddings: bool = knob(False, "output head shares the embedding")
+    qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2)")
+    qk_norm: bool = knob(False, "RMSNorm on each query and key head (Qwen3)")
+    initializer_range: float = knob(0.02, "standard deviation of initial weight matrices", above=0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of the mixture. Its name in the recipe is its uid in the order function."""
+
+    corpus: str = knob(REQUIRED, "corpus folder (has manifest.json), relative to the repository")
+    build: str | None = knob(
+        None,
+        "built-in text that makes the folder when it is absent; null = it must exist",
+        choices=("sotu", "synthetic"),
+    )
+    weight: float = knob(1.0, "share of the tokens, relative to the other sources", low=0)
+    max_epochs: float | None = knob(
+        None, "refuse a run that would repeat this source more often", above=0
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on and how windows are cut from it."""
+
+    sources: dict[str, Source] = knob(
+        REQUIRED, "name -> corpus, weight; the name is part of the order"
+    )
+    tokenizer: str | None = knob(
+        None, "tokenizer folder the corpus must have been made with; null = the corpus's own"
+    )
+    attend: str = knob(
+        "within",
+        "attention inside each document only, or across the whole window",
+        choices=("within", "across"),
+    )
+    window_tokens: int | None = knob(
+        None,
+        "window that the order permutes; null = seq_len; a multiple of it",
+        unit="tokens",
+        low=1,
+    )
+    prefetch: int = knob(
+        4, "micro-batches prepared ahead by one thread; 0 = none", unit="micro-batches", low=0
+    )
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer and the learning rate as a function of the step."""
+
+    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=("adamw", "sgd"))
+    lr: float = knob(REQUIRED, "peak learning rate", above=0)
+    final_lr_ratio: float = knob(0.1, "learning rate at the end / peak", low=0, high=1)
+    schedule: str = knob(
+        "cosine", "shape after the warm-up", choices=("cosine", "linear", "wsd", "constant")
+    )
+    decay: float = knob(
+        0.2,
+        "wsd: share of the run (0..1) that the final decay takes, counted from its end",
+        low=0,
+        high=1,
+    )
+    beta1: float = knob(0.9, "decay of the first moment", low=0, below=1)
+    beta2: float = knob(0.95, "decay of the second moment", low=0, below=1)
+    eps: float = knob(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = knob(
+        0.1, "decoupled decay of matrices; norms and biases have none", low=0
+    )
+    clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0)
+    max_skips: int = knob(
+        3, "stop after this many non-finite steps in a row (each is skipped)", unit="steps", low=1
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hardware, as far as the run must know it."""
+
+    device: str = knob(
+        "auto", "auto = cuda where torch sees one, else cpu", choices=("auto", "cpu", "cuda")
+    )
+    gpus_per_node: int = knob(8, "ranks on one host; a tensor group stays inside", low=1)
+    peak_tflops: float | None = knob(
+        None,
+        "dense bf16 peak of one device for MFU; null = looked up by device name",
+        unit="TFLOP/s",
+        above=0,
+    )
+    timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1)
+    threads: int | None = knob(
+        None, "CPU threads per rank; null = cores / ranks on this host", low=1
+    )
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the axes of ranks. The data axis is what is left."""
+
+    tensor: int = knob(1, "ranks that share each layer", low=1)
+    pipeline: int = knob(1, "pipeline stages", low=1)
+    context: int = knob(1, "ranks that share each sequence", low=1)
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is written while training."""
+
+    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1)
+    tensorboard: bool = knob(True, "write event files")
+    wandb: str | None = knob(
+        None, "project name: mirror TensorBoard to Weights & Biases; null = off"
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One pretraining run: weights, batches and learning rate are functions of this alone."""
+
+    run: str | None = knob(None, "folder under runs/; null = the recipe's name")
+    seed: int = knob(1234, "seed of weights and of the data order", low=0, high=2**63 - 1)
+    steps: int | None = knob(None, "length of the run; or give tokens", unit="steps", low=1)
+    tokens: Any = knob(
+        None, "length of the run: a number, or chinchilla = 20 per parameter", unit="tokens"
+    )
+    stop_after: int | None = knob(
+        None, "end after this step without touching the schedule", unit="steps", low=1
+    )
+    seq_len: int = knob(REQUIRED, "tokens the model sees at once", unit="tokens", low=1)
+    batch_tokens: Any = knob(
+        REQUIRED,
+        "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
+        unit="tokens",
+    )
+    micro_batch: int = knob(1, "sequences per rank and forward pass", unit="sequences", low=1)
+    precision: str = knob("bf16", "bf16 = bf16 weights, fp32 master", choices=("bf16", "fp32"))
+    zero: Any = knob(1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/")
+    warmup: Any = knob(
+        0.01, "linear warm-up: a fraction below 1 of the run, or a number of steps", unit="steps"
+    )
+    eval_every: int = knob(
+        0, "steps between evaluations on held-out documents; 0 = only at the end", low=0
+    )
+    eval_tokens: int = knob(
+        65536, "held-out tokens per evaluation; 0 = no evaluation", unit="tokens", low=0
+    )
+    recompute: str = knob(
+        "none",
+        "full = keep only each block's input, run it again in backward",
+        choices=("none", "full"),
+    )
+    compile: bool = knob(False, "torch.compile each decoder block")
+    model: Model = knob(REQUIRED, "shape of the decoder")
+    data: Data = knob(REQUIRED, "corpora and windows")
+    optim: Optim = knob(REQUIRED, "optimizer and schedule")
+    cluster: Cluster = knob(Cluster(), "hardware")
+    parallel: Parallel = knob(Parallel(), "axes of ranks")
+    log: Log = knob(Log(), "console and event files")
+    ds: dict[str, Any] = knob(
+        {}, "any key of the DeepSpeed JSON: ds.zero_optimization.overlap_comm=true"
+    )

@@ -1,0 +1,219 @@
+"""`make show`: what a recipe would do on a number of ranks. Starts nothing, needs no GPU.
+
+    python -m recipes.show [--world 64] [--json] -- 7b zero=2
+
+Prints the composed recipe with the origin of each knob, the layout, the length of the run, the
+exact DeepSpeed JSON with the origin of each key, and the bytes of training state. One rule: it
+computes nothing itself; the numbers are those that the launcher and the run use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.schedule import read_schedule
+from data.stream import open_stream
+from parallel.layout import startable
+from recipes.compose import Composed, compose
+from recipes.schema import Recipe, UserError
+from recipes.table import scaled, table
+from runtime.engine_check import confirm
+from runtime.settle import Settled, settle
+from runtime.state_bytes import ON_HOST, state_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = 93
+GIB = 2**30
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of `python -m recipes.show`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="make show", description=__doc__)
+    parser.add_argument("--world", type=int, help="ranks; default: the fewest the recipe runs on")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("words", nargs="+", help="recipe, then overrides")
+    options = parser.parse_args(arguments)
+    try:
+        dish, *overrides = options.words
+        shown = collect(dish, overrides, options.world)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"refused: {problem}", file=sys.stderr)
+        return REFUSED
+    print(json.dumps(shown, indent=2) if options.json else text(shown))
+    return 0
+
+
+def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
+    """Everything that is shown, as plain values. Raises UserError with every problem."""
+    composed = compose(dish, overrides)
+    recipe = composed.recipe
+    axes = recipe.parallel
+    world = world or axes.tensor * axes.pipeline * axes.context
+    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    settled = settle(recipe, world, schedule)
+    confirm(settled.config)
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "recipe_origins": composed.origins,
+        "layout": settled.layout.as_dict(),
+        "layout_text": settled.layout.describe(),
+        "run": length(settled, schedule.tokens_after(settled.total_steps)),
+        "ds_config": settled.config,
+        "ds_origins": ds_origins(composed, settled),
+        "optimizer_class": settled.engine.optimizer_class,
+        "state": state(recipe, settled),
+        "data": usage(recipe, schedule, settled.last_step),
+        "warnings": [*composed.warnings, *settled.warnings, *cannot_start(settled)],
+    }
+
+
+def cannot_start(settled: Settled) -> list[str]:
+    """Why this layout can only be shown, if so."""
+    try:
+        startable(settled.layout)
+    except UserError as error:
+        return error.problems
+    return []
+
+
+def length(settled: Settled, tokens: int) -> dict[str, Any]:
+    """Size of the model and of the run."""
+    return {
+        "parameters": settled.num_parameters,
+        "steps": settled.total_steps,
+        "last_step": settled.last_step,
+        "warmup_steps": settled.warmup_steps,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / settled.num_parameters,
+        "flops": settled.flops_per_token * tokens,
+    }
+
+
+def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
+    """Origin of each key of the JSON; a `ds.` knob says where it was set."""
+    known = composed.origins
+    return {
+        key: f"{origin} ({known[origin]})" if origin in known else origin
+        for key, origin in settled.engine.origins.items()
+    }
+
+
+def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
+    """Bytes of training state per parameter of one rank's share, and in all."""
+    layout, engine = settled.layout, settled.engine
+    parts = state_bytes(
+        engine.stage,
+        recipe.precision,
+        engine.grad_dtype,
+        layout.accumulates,
+        engine.is_immediate,
+        layout.data * layout.context,
+        engine.is_offloaded,
+        recipe.optim.name,
+    )
+    share = settled.num_parameters / (layout.tensor * layout.pipeline)
+    return {
+        "bytes_per_parameter": parts,
+        "parameters_of_rank": share,
+        "on_host": list(ON_HOST) if engine.is_offloaded else [],
+        "gib": {name: value * share / GIB for name, value in parts.items()},
+    }
+
+
+def usage(recipe: Recipe, schedule: Any, last_step: int) -> list[dict[str, Any]]:
+    """Epochs of each source, where all corpora are there; else which are not."""
+    folders = {name: ROOT / source.corpus for name, source in recipe.data.sources.items()}
+    if all((folder / "manifest.json").is_file() for folder in folders.values()):
+        vocabulary = recipe.model.vocab_size
+        stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+        return [
+            {"source": use.uid, "corpus": use.corpus, "tokens": use.tokens, "epochs": use.epochs}
+            for use in stream.usage(last_step)
+        ]
+    return [
+        {"source": name, "corpus": source.corpus, "absent": True, "build": source.build}
+        for name, source in recipe.data.sources.items()
+    ]
+
+
+def text(shown: dict[str, Any]) -> str:
+    """The same for people."""
+    origins = shown["recipe_origins"]
+    knobs = [
+        [name, _plain(value), origins.get(name, "default")]
+        for name, value in _leaves(shown["recipe"])
+    ]
+    run, state_ = shown["run"], shown["state"]
+    keys = [[key, json.dumps(value)] for key, value in _leaves(shown["ds_config"])]
+    lines = [
+        "recipe",
+        table(knobs),
+        "",
+        "layout",
+        f"  {shown['layout_text']}",
+        "",
+        "run",
+        f"  {run['parameters']:,} parameters, {run['steps']:,} steps, {run['tokens']:,} tokens"
+        f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
+        f" steps, {run['flops']:.3g} FLOPs",
+        *(_source(use) for use in shown["data"]),
+        "",
+        f"DeepSpeed JSON (builds {shown['optimizer_class']})",
+        json.dumps(shown["ds_config"], indent=2),
+        "",
+        "where each key comes from",
+        table([[key, value, shown["ds_origins"][key]] for key, value in keys]),
+        "",
+        "training state per rank, without activations and buckets",
+        _state(state_),
+    ]
+    return "\n".join([*lines, *(f"\nwarning: {line}" for line in shown["warnings"])])
+
+
+def _state(state_: dict[str, Any]) -> str:
+    parts, gib = state_["bytes_per_parameter"], state_["gib"]
+    rows = [
+        [
+            name,
+            f"{value:.4g}",
+            f"{gib[name]:.3f} GiB",
+            "host memory" if name in state_["on_host"] else "",
+        ]
+        for name, value in parts.items()
+    ]
+    rows.append(["sum", f"{sum(parts.values()):.4g}", f"{sum(gib.values()):.3f} GiB", ""])
+    share = f"x {scaled(state_['parameters_of_rank'])} parameters"
+    return table([["", "bytes per parameter", share, ""], *rows])
+
+
+def _source(use: dict[str, Any]) -> str:
+    if "epochs" in use:
+        return (
+            f"  source {use['source']}: {use['corpus']}, {use['tokens']:,} tokens,"
+            f" {use['epochs']:.3g} epochs"
+        )
+    made = "made at the first run" if use["build"] else "absent: make it, or point elsewhere"
+    return f"  source {use['source']}: {use['corpus']}, {made}"
+
+
+def _leaves(tree: dict[str, Any], prefix: str = ""):
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""The DeepSpeed engine behind the small interface that the loop uses for every layout.
+
+    engine.set_lr(lr)   engine.train_step(batches) -> StepResult   engine.evaluate(batches) -> loss
+
+The one rule: the loss and its gradient are means over the target tokens of the *global* batch, so
+neither masks nor the cut of the batch over ranks and micro-batches changes them. DeepSpeed divides
+gradients by the data-parallel size; the loss is multiplied by it beforehand. DeepSpeed's division by
+the accumulation count is switched off, and the boundary is set by hand, so a batch ramp may change
+the count at any step.
+
+Nothing here reads a device value on the host: losses stay tensors until the loop asks, one step
+later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model.config import DecoderConfig
+from model.decoder import Decoder, compile_blocks
+from model.init import fill, initial_weight
+from parallel.layout import Layout
+from recipes.schema import Recipe
+from runtime.optimizer import build_optimizer
+from runtime.process import Process
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One update. `loss` and `grad_norm` may still be on their way from the device."""
+
+    loss: torch.Tensor  # () fp32, mean over the targets of the global batch, equal on all ranks
+    grad_norm: torch.Tensor | float  # global, before clipping; not finite when the step was skipped
+    tokens: int  # positions in the global batch
+    targets: int  # positions that have a target
+    skipped: bool  # gradients were not finite, weights did not move
+
+
+class Engine:
+    """Weights, gradients and optimizer of this rank, trained by DeepSpeed."""
+
+    def __init__(self, ds: Any, layout: Layout, process: Process):
+        self.ds = ds
+        self.layout = layout
+        self.process = process
+
+    @property
+    def model(self) -> nn.Module:
+        """The decoder; under ZeRO-3 its parameters are empty outside their own forward."""
+        return self.ds.module
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next update, on every parameter group."""
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = lr
+
+    def train_step(
+        self,
+        micro_batches: Sequence[dict[str, Any]],
+        targets: int,
+        tokens: int,
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> StepResult:
+        """One update from this rank's micro-batches of a global batch with `targets` targets.
+
+        Each micro-batch holds the keyword arguments of the decoder, on the device. `mark` is told
+        the name of each phase as it ends.
+        """
+        loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self.ds.set_gradient_accumulation_boundary(is_last)
+            part = self.ds(**batch, num_items_in_batch=targets).loss
+            self.ds.backward(part * self.layout.data, scale_wrt_gas=False)
+            loss += part.detach()
+            if is_last:
+                mark("compute")
+            self.ds.step()
+        mark("optimizer")
+        dist.all_reduce(loss)
+        return StepResult(
+            loss=loss,
+            grad_norm=self.ds.get_global_grad_norm(),
+            tokens=tokens,
+            targets=targets,
+            skipped=not self.ds.was_step_applied(),
+        )
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
+        """Mean loss over the targets of all ranks' micro-batches, a () fp32 tensor.
+
+        Every rank must bring the same number of micro-batches: ZeRO-3 gathers in step.
+        """
+        self.ds.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.process.device)
+        for batch in micro_batches:
+            total[0] += self.ds(**batch, num_items_in_batch=1).loss
+            total[1] += (batch["labels"] >= 0).sum()
+        self.ds.train()
+        dist.all_reduce(total)
+        return (total[0] / total[1]).float()
+
+
+def build(recipe: Recipe, layout: Layout, config: dict[str, Any], process: Process) -> Engine:
+    """The engine of `recipe` on this rank: model, initial weights, optimizer, DeepSpeed.
+
+    `config` is the full DeepSpeed JSON, nothing left at auto.
+    """
+    import deepspeed  # after process.start: the accelerator is chosen when it is imported
+
+    quiet_deepspeed(process)
+    if process.device.type == "cpu":
+        # A shared-memory op that training does not use; building it takes a minute and a killed
+        # build leaves a lock that later runs wait on.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False if dist.is_initialized() else None)
+    model = build_model(recipe, layout, config, process)
+    ds, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=build_optimizer(model.named_parameters(), recipe.optim),
+        config=config,
+    )
+    ds.train()
+    return Engine(ds, layout, process)
+
+
+def build_model(
+    recipe: Recipe, layout: Layout, config: dict[str, Any], process: Process
+) -> Decoder:
+    """The decoder with its initial weights, in the training dtype, on the device.
+
+    Under ZeRO-3 each module is partitioned as it is made. Weights are drawn one parameter at a time,
+    from (seed, name) alone, so they are the same in every layout.
+    """
+    import deepspeed
+
+    shape = DecoderConfig(**vars(recipe.model), max_position_embeddings=recipe.seq_len)
+    dtype = DTYPES[recipe.precision]
+    partition: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if layout.stage == 3:
+        partition = deepspeed.zero.Init(config_dict_or_path=config)
+    with default_dtype(dtype), process.device, partition:
+        model = Decoder(shape)
+    if layout.stage == 3:
+        fill_partitions(model, recipe.seed, process)
+    else:
+        fill(model, recipe.seed)
+    model.recompute = recipe.recompute
+    if recipe.compile:
+        compile_blocks(model)
+    return model
+
+
+@torch.no_grad()
+def fill_partitions(model: Decoder, seed: int, process: Process) -> None:
+    """Initial values of the part of each parameter that this rank owns under ZeRO-3.
+
+    A partition is a flat range of the parameter; only the rows that it touches are drawn, so ranks
+    share the work and no rank holds a whole parameter.
+    """
+    import deepspeed
+
+    for name, parameter in model.named_parameters():
+        part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
+        start = part.ds_numel * process.rank
+        stop = min(start + part.ds_numel, parameter.ds_numel)
+        if start < stop:
+            row_numel = math.prod(shape[1:])
+            rows = slice(start // row_numel, -(-stop // row_numel))
+            drawn = initial_weight(name, shape, seed, model.config, rows).flatten()
+            offset = start - rows.start * row_numel
+            part[: stop - start].copy_(drawn[offset : offset + stop - start])
+        if parameter.ds_secondary_tensor is not None:
+            # ZeRO++ hpZ keeps a second copy per group of ranks; leaving the context renews it.
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                pass
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters get `dtype` inside the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def quiet_deepspeed(process: Process) -> None:
+    """DeepSpeed's start-up chatter to warnings only; ours says what was built."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

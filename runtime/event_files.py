@@ -1,0 +1,268 @@
+"""TensorBoard event files of one segment of a run, and the pages that TensorBoard makes of them.
+
+    runs/<run>/tensorboard/segment0/events.out.tfevents.<second>.<host>.<process>.<life>
+
+One rule: the x axis is the optimizer step, for every series of every file; tokens are a series of
+their own. Units stand in each series' tag, or in the card `series` of the text tab (TensorBoard's
+fast loader shows no descriptions).
+
+Records are written with the tensorboard package's own record writer and protos, synchronously, and
+handed to the system after each step: a killed run loses nothing, and neither TensorFlow nor torch
+is imported. (The package's EventFileWriter imports TensorFlow wherever it is installed, keeps up to
+two minutes of records in memory, and names files so that the order of two lives can turn around.)
+A restart writes a SessionLog START record with the first step to come: readers forget what an
+earlier life wrote from that step on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as page_metadata
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2 as hparams_pb2
+from tensorboard.plugins.scalar import metadata as scalar_metadata
+from tensorboard.plugins.text import metadata as text_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+# field of a metrics line -> (tag, what it is). TensorBoard sorts by tag and makes one group per
+# word before the slash.
+SERIES = {
+    "loss": ("loss/train", "mean cross-entropy per target token of the step's global batch, nats"),
+    "val_loss": (
+        "loss/validation",
+        "mean cross-entropy per target token of held-out documents, nats",
+    ),
+    "memory_gib": (
+        "memory/peak_gib",
+        "peak of rank 0 so far, GiB: its device, or host without one",
+    ),
+    "device_memory_gib": ("memory/device_gib", "peak allocated on rank 0's device so far, GiB"),
+    "host_memory_gib": ("memory/host_gib", "peak resident memory of rank 0's process so far, GiB"),
+    "grad_norm": ("optimizer/grad_norm", "global gradient norm before clipping"),
+    "lr": ("optimizer/lr", "learning rate of the step"),
+    "tokens": ("progress/tokens", "tokens consumed so far, all ranks"),
+    "tokens_per_step": ("progress/tokens_per_step", "tokens of the step, all ranks"),
+    "accumulation": ("progress/accumulation", "micro-batches per rank and step"),
+    "skipped_steps": (
+        "progress/skipped_steps",
+        "steps so far whose update was skipped (non-finite)",
+    ),
+    "life": ("progress/life", "process start that trained the step: it rises at each restart"),
+    "tokens_per_s": ("throughput/tokens_per_s", "all ranks; evaluation and saves excluded"),
+    "tokens_per_s_per_rank": ("throughput/tokens_per_s_per_rank", "evaluation and saves excluded"),
+    "mfu": (
+        "throughput/mfu",
+        "model FLOP utilisation, 0..1: forward and backward, no recomputation / dense bf16 peak",
+    ),
+    "step_s": ("time/step_s", "seconds per step; evaluation and saves excluded"),
+    "data_s": ("time/data_s", "seconds waiting for the batch"),
+    "compute_s": ("time/compute_s", "seconds in forward and backward, all micro-batches"),
+    "optimizer_s": ("time/optimizer_s", "seconds in the optimizer step"),
+    "other_s": ("time/other_s", "seconds of the step outside data, compute and optimizer"),
+    "save_s": ("time/save_s", "seconds of the save after the step"),
+    "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
+}
+ONLY_WHEN_ANY = ("save_s", "eval_s")  # a zero at every other step would only hide the points
+
+# field of a summary -> (tag, column of the hyper-parameters tab, which shows five at once)
+RESULTS = {
+    "tokens_per_s": ("result/tokens_per_s", "tokens/s, all ranks (median)"),
+    "mfu": ("result/mfu", "MFU (median)"),
+    "peak_memory_gib": ("result/peak_memory_gib", "peak memory of rank 0, GiB"),
+    "val_loss": ("result/val_loss", "validation loss (last)"),
+    "last_loss": ("result/train_loss", "train loss (last)"),
+    "best_val_loss": ("result/best_val_loss", "validation loss (best)"),
+    "step_s": ("result/step_s", "s/step (median)"),
+}
+
+# Columns of values that the hyper-parameters tab shows before anyone asks for more; it sorts them
+# by name, those marked as differing first.
+NUM_SHOWN = 5
+
+# The custom-scalars page: category -> chart title -> series. One series per chart: the lines of a
+# chart are then runs, each in its colour.
+PAGE = {
+    "Speed and learning": {
+        "Throughput, tokens/s over all ranks": "throughput/tokens_per_s",
+        "Model FLOP utilisation, 0..1": "throughput/mfu",
+        "Peak memory of rank 0, GiB": "memory/peak_gib",
+        "Training loss, nats per token": "loss/train",
+        "Validation loss, nats per token": "loss/validation",
+        "Gradient norm before clipping": "optimizer/grad_norm",
+    },
+    "Where the seconds of a step go": {
+        "Step, s": "time/step_s",
+        "Forward and backward, s": "time/compute_s",
+        "Optimizer, s": "time/optimizer_s",
+        "Waiting for data, s": "time/data_s",
+        "Other, s": "time/other_s",
+    },
+    "Outside the step": {
+        "Evaluation, s": "time/eval_s",
+        "Save, s": "time/save_s",
+    },
+}
+
+
+def segment_folder(run_folder: Path, segment: int) -> Path:
+    """Where the event files of a segment lie."""
+    return Path(run_folder) / "tensorboard" / f"segment{segment}"
+
+
+class EventFiles:
+    """The event file of one life of one segment, which goes on from `after_step`."""
+
+    def __init__(self, folder: Path, *, life: int, after_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _next_name(folder, life)
+        self._writer = RecordWriter(open(path, "xb"))  # noqa: SIM115 - RecordWriter closes it
+        self._described: set[str] = set()
+        self._write(event_pb2.Event(file_version="brain.Event:2"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(event_pb2.Event(session_log=start, step=after_step + 1))
+        self._writer.flush()
+
+    def scalars(self, step: int, line: Mapping[str, Any]) -> None:
+        """Write the series of one metrics line; a field that is missing or None has no point."""
+        points = []
+        for field, (tag, meaning) in SERIES.items():
+            number = line.get(field)
+            if field in line.get("non_finite", ()):
+                number = math.nan
+            if number is None or (field in ONLY_WHEN_ANY and number == 0):
+                continue
+            points.append(self._scalar(tag, number, meaning))
+        self._summary(step, points)
+
+    def results(self, step: int, summary: Mapping[str, Any]) -> None:
+        """Write a run's result metrics (RESULTS), the columns of the hyper-parameters tab."""
+        self._summary(
+            step,
+            [
+                self._scalar(tag, summary[field], title)
+                for field, (tag, title) in RESULTS.items()
+                if summary.get(field) is not None
+            ],
+        )
+
+    def page(self) -> None:
+        """Write the custom-scalars page."""
+        layout = layout_pb2.Layout()
+        for category, charts in PAGE.items():
+            group = layout.category.add(title=category)
+            for title, tag in charts.items():
+                group.chart.add(title=title).multiline.tag.append(f"^{re.escape(tag)}$")
+        self._text_like(
+            0,
+            page_metadata.CONFIG_SUMMARY_TAG,
+            layout.SerializeToString(),
+            page_metadata.create_summary_metadata(),
+        )
+
+    def legend(self) -> None:
+        """Write the text card that says what each series is."""
+        rows = "".join(f"| {tag} | {meaning} |\n" for tag, meaning in sorted(SERIES.values()))
+        self.text(0, "series", f"| series | what it is |\n|---|---|\n{rows}")
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Write a text card."""
+        self._text_like(
+            step, tag, markdown.encode(), text_metadata.create_summary_metadata(tag, "")
+        )
+
+    def hyper_parameters(self, values: Mapping[str, Any], name: str) -> None:
+        """Make `name` a row of the hyper-parameters tab: its values, and RESULTS as its metrics.
+
+        The tab shows the first NUM_SHOWN of `values`; the others wait behind their check boxes.
+        """
+        experiment = api_pb2.Experiment()
+        session = hparams_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
+        for index, (key, value) in enumerate(values.items()):
+            info = experiment.hparam_infos.add(name=key, differs=index < NUM_SHOWN)
+            if isinstance(value, bool):
+                info.type = api_pb2.DATA_TYPE_BOOL
+                session.hparams[key].bool_value = value
+            elif isinstance(value, float):
+                info.type = api_pb2.DATA_TYPE_FLOAT64
+                session.hparams[key].number_value = value
+            else:  # TensorBoard would show the integer 2 as 2.0000
+                info.type = api_pb2.DATA_TYPE_STRING
+                session.hparams[key].string_value = str(value)
+        for tag, title in RESULTS.values():
+            experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag), display_name=title)
+        self._hparams("experiment", experiment)
+        self._hparams("session_start_info", session)
+
+    def end_session(self, is_success: bool) -> None:
+        """Mark the session as over in the hyper-parameters tab."""
+        status = api_pb2.STATUS_SUCCESS if is_success else api_pb2.STATUS_FAILURE
+        end = hparams_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+        self._hparams("session_end_info", end)
+
+    def close(self) -> None:
+        """Close the file; nothing is pending, each call above has handed over what it wrote."""
+        self._writer.close()
+
+    def _scalar(self, tag: str, number: float, meaning: str):
+        # The older of the two encodings: every reader knows it, and TensorBoard's EventAccumulator
+        # forgets its points at a restart, which it does not do for scalars written as tensors.
+        value = summary_pb2.Summary.Value(tag=tag, simple_value=number)
+        if tag not in self._described:  # readers keep the first description of a tag
+            self._described.add(tag)
+            value.metadata.CopyFrom(scalar_metadata.create_summary_metadata("", meaning))
+        return value
+
+    def _text_like(self, step: int, tag: str, content: bytes, metadata) -> None:
+        shape = tensor_shape_pb2.TensorShapeProto()
+        tensor = tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING, string_val=[content], tensor_shape=shape
+        )
+        self._summary(step, [summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+    def _hparams(self, kind: str, content) -> None:
+        data = hparams_pb2.HParamsPluginData(**{kind: content}, version=0)
+        plugin = summary_pb2.SummaryMetadata.PluginData(
+            plugin_name="hparams", content=data.SerializeToString()
+        )
+        shape = tensor_shape_pb2.TensorShapeProto(
+            dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=0)]
+        )
+        value = summary_pb2.Summary.Value(
+            tag=f"_hparams_/{kind}",
+            tensor=tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, tensor_shape=shape),
+            metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
+        )
+        self._summary(0, [value])
+
+    def _summary(self, step: int, values: list) -> None:
+        self._write(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
+        self._writer.flush()
+
+    def _write(self, event) -> None:
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
+
+
+def _next_name(folder: Path, life: int) -> str:
+    """A file name that sorts after every earlier life's, also where clocks of hosts differ.
+
+    Readers take files in the order of their names, and the name begins with the second of creation
+    (W&B's mirror relies on second and host name).
+    """
+    seconds = [
+        int(found[1])
+        for path in folder.iterdir()
+        if (found := re.search(r"tfevents\.(\d+)", path.name))
+    ]
+    second = max([int(time.time()), *(known + 1 for known in seconds)])
+    return f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{life}"

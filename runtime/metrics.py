@@ -1,0 +1,293 @@
+"""The record of a run, written by one rank, and the numbers drawn from it.
+
+    loop -> MetricsWriter.step(...) -> metrics.jsonl, exact       -> summary(): a run in numbers
+                                    -> runtime.event_files        -> runtime.mirror (W&B), if asked
+                                    -> the line it returns        -> runtime.console
+
+One rule: a number is computed once, here; every place that prints it prints this one. Only the
+rank that has the loss (global rank 0) makes a writer; a second writer on the same run is refused.
+
+Units: seconds, tokens, GiB (2**30 bytes), tokens/s over all ranks unless the name says per rank;
+mfu is 0..1. Evaluation and saves are in no speed. `tokens` counts what the run has consumed up to
+and including the step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.schema import UserError
+from runtime import memory, mirror, records, speed
+from runtime.clock import StepTimes
+from runtime.records import METRICS, read_metrics
+
+
+class MetricsWriter:
+    """Writes what happens in one run folder; one per run, on the rank that has the loss.
+
+    `after_step` is the step this process goes on from (0 = from the start): lines of this segment
+    past it are removed, readers of the event files forget them. `flops_per_token` is model.cost's,
+    `peak_flops` one device's (runtime.speed.peak_flops); without either `mfu` is null. Raises
+    UserError where another process writes this run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: int,
+        segment: int = 0,
+        after_step: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.folder = Path(folder)
+        self.segment, self.world = segment, world
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._tensorboard, self._say = tensorboard, say
+        self._file = self._events = self._mirror = None
+        self._lock = _lock(self.folder)
+        records.repair(self.folder / records.EVENTS, say)
+        self.life = 1 + len(records.read_events(self.folder, "life"))
+        if wandb is not None:
+            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
+        self.event("life", segment=segment, after_step=after_step, world=world)
+        self.resume(after_step)
+
+    def resume(self, after_step: int) -> None:
+        """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
+        self._close_files()
+        path = self.folder / METRICS
+        records.repair(path, self._say)
+        removed = records.truncate_after(path, self.segment, after_step)
+        if removed:
+            self._say(
+                f"{path}: removed {removed} lines past step {after_step}, to be trained again"
+            )
+        before = [line for line in read_metrics(path) if line["step"] <= after_step]
+        self._skipped_steps = before[-1]["skipped_steps"] if before else 0
+        self._after_step = after_step
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
+        if self._tensorboard:
+            from runtime.event_files import EventFiles, segment_folder  # 0.3 s to import
+
+            where = segment_folder(self.folder, self.segment)
+            self._events = EventFiles(where, life=self.life, after_step=after_step)
+
+    def describe(self, hyper_parameters: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
+
+        `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
+        file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
+        masked.
+        """
+        if self._events is None:
+            return
+        self._events.page()
+        self._events.legend()
+        session = self.folder.name + (f" segment {self.segment}" if self.segment else "")
+        self._events.hyper_parameters(hyper_parameters, session)
+        for name, content in texts.items():
+            language = Path(name).suffix.lstrip(".")
+            fenced = f"```{language}\n{mask_secrets(content).rstrip()}\n```"
+            self._events.text(self._after_step, f"recipe/{name}", fenced)
+        if self._mirror is not None:
+            self._mirror.describe(hyper_parameters)
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float | None,
+        lr: float,
+        tokens: int,
+        tokens_per_step: int,
+        targets: int,
+        times: StepTimes,
+        accumulation: int,
+        skipped: bool = False,
+        val_loss: float | None = None,
+    ) -> dict[str, Any]:
+        """Record one finished step, in plain numbers read one step late, and return its line.
+
+        `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
+        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping. A
+        tensor is a TypeError: reading it here would make the device wait.
+        """
+        self._skipped_steps += bool(skipped)
+        device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        line = {
+            "step": step,
+            "segment": self.segment,
+            "life": self.life,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_step": tokens_per_step,
+            "targets": targets,
+            "tokens_per_s": per_s,
+            "tokens_per_s_per_rank": None if per_s is None else per_s / self.world,
+            "mfu": speed.mfu(per_s, self._flops_per_token, self._peak_flops, self.world),
+            "step_s": times.step_s,
+            "data_s": times.data_s,
+            "compute_s": times.compute_s,
+            "optimizer_s": times.optimizer_s,
+            "other_s": times.other_s,
+            "save_s": times.save_s,
+            "eval_s": times.eval_s,
+            "memory_gib": host_gib if device_gib is None else device_gib,
+            "host_memory_gib": host_gib,
+            "device_memory_gib": device_gib,
+            "skipped": bool(skipped),
+            "skipped_steps": self._skipped_steps,
+            "accumulation": accumulation,
+            "first_of_life": times.is_first,
+        }
+        if val_loss is not None:
+            line["val_loss"] = val_loss
+        written = records.strict_line(line)
+        self._file.write(written.encode())
+        line = records.parse_line(written)
+        if self._events is not None:
+            self._events.scalars(step, line)
+        return line
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        records.record_event(self.folder, kind, life=self.life, **fields)
+
+    def finish(self, is_success: bool = True) -> dict[str, Any]:
+        """The last call: write the result metrics, close everything, return the summary."""
+        result = summary(self.folder, self.segment)
+        if self._events is not None:
+            self._events.results(result["last_step"] or self._after_step, result)
+            self._events.end_session(is_success)
+        self.close()
+        return result
+
+    def close(self) -> None:
+        """Close the files without a result (a run that failed); closing twice is harmless."""
+        self._close_files()
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _close_files(self) -> None:
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
+        self._file = self._events = None
+
+
+def _lock(folder: Path):
+    """Hold events.jsonl (the one file that is never replaced) for the life of the writer."""
+    file = open(folder / records.EVENTS, "ab")  # noqa: SIM115 - the lock lives as long as it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"run={folder.name}: another process is writing {folder}; one run has one writer: "
+            "wait for it to end, stop it, or choose another name with run=..."
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks: the run goes on without this guard
+    return file
+
+
+def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
+    """A run in numbers (`path`: its folder or metrics.jsonl): its newest segment, or `segment`.
+
+    Speeds are medians over steps, without the first step of each life (it compiles, allocates and
+    fills caches), with the quartiles as their spread; None where no other step was recorded. Peak
+    memory is the device's, or the host's where there is no device (`memory_of` says which). Losses
+    are None where they were not finite.
+    """
+    lines = read_metrics(path, segment)
+    if segment is None and lines:
+        lines = [line for line in lines if line["segment"] == lines[-1]["segment"]]
+    steady = [line for line in lines if not line["first_of_life"]]
+    evaluated = [line for line in lines if line.get("val_loss") is not None]
+    best = min(evaluated, key=lambda line: line["val_loss"], default={})
+    on_device = any(line["device_memory_gib"] is not None for line in lines)
+    p25, median, p75 = _quartiles([line["tokens_per_s"] for line in steady])
+    last = lines[-1] if lines else {}
+    return {
+        "first_step": lines[0]["step"] if lines else None,
+        "last_step": last.get("step"),
+        "tokens": last.get("tokens", 0),
+        "skipped_steps": last.get("skipped_steps", 0),
+        "first_loss": lines[0]["loss"] if lines else None,
+        "last_loss": last.get("loss"),
+        "val_loss": evaluated[-1]["val_loss"] if evaluated else None,
+        "best_val_loss": best.get("val_loss"),
+        "best_val_step": best.get("step"),
+        "tokens_per_s": median,
+        "tokens_per_s_p25": p25,
+        "tokens_per_s_p75": p75,
+        "mfu": _quartiles([line["mfu"] for line in steady])[1],
+        "step_s": _quartiles([line["step_s"] for line in steady])[1],
+        "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
+        "memory_of": "device" if on_device else "host",
+        "num_steady_steps": len(steady),
+    }
+
+
+def _quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
+    """25th percentile, median, 75th percentile of the values that are known."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return (known[0],) * 3 if known else (None,) * 3
+    return tuple(statistics.quantiles(known, n=4, method="inclusive"))
+
+
+def hyper_parameters(recipe, layout, **facts: Any) -> dict[str, Any]:
+    """What tells runs apart, a flat mapping for the hyper-parameters tab.
+
+    From the recipe and the layout, plus `facts` (num_parameters, swept knobs). The first few are
+    what the tab shows at once; the whole recipe is in TensorBoard's text tab.
+    """
+    return {
+        "zero": str(recipe.zero),
+        "ranks": layout.world,
+        "micro_batch": layout.micro_batch,
+        "precision": recipe.precision,
+        "lr": recipe.optim.lr,
+        "data_parallel": layout.data,
+        "tensor_parallel": layout.tensor,
+        "pipeline_stages": layout.pipeline,
+        "context_parallel": layout.context,
+        "batch_tokens": str(recipe.batch_tokens),
+        "seq_len": recipe.seq_len,
+        "recompute": recipe.recompute,
+        "compile": recipe.compile,
+        "schedule": recipe.optim.schedule,
+        "warmup": str(recipe.warmup),
+        "seed": recipe.seed,
+        **facts,
+    }
+
+
+_SECRET_KEY = r"[\w.-]*(?:api_?key|secret|passw(?:or)?d|credential|(?:access|auth)_token)[\w.-]*"
+_SECRET = re.compile(
+    rf"""(?im)^(\s*(?:-\s+)?["']?{_SECRET_KEY}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,#}}]+)"""
+)
+
+
+def mask_secrets(text: str) -> str:
+    """`text` (YAML or JSON, one key a line) with values of keys that hold secrets as "***"."""
+    return _SECRET.sub(lambda found: f'{found[1]}"***"', text)

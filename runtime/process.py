@@ -1,0 +1,198 @@
+"""This process among the others: its rank, its device, the process group.
+
+Three ways to be started, one result: by torchrun (RANK, WORLD_SIZE, LOCAL_RANK), by SLURM's srun
+(SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or alone. The one rule: only this file reads the
+launcher's variables. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from recipes.schema import Cluster, UserError
+
+# torchrun's default port, used under SLURM with the job number added so that two jobs on one host
+# do not meet.
+BASE_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank. `local_world` ranks share this host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0, the one that writes."""
+        return self.rank == 0
+
+
+def launched_world() -> int:
+    """Number of ranks that the launcher started; 1 when there is no launcher."""
+    return _number("WORLD_SIZE", "SLURM_NTASKS" if _under_srun() else None, default=1)
+
+
+def launched_rank() -> int:
+    """Global rank given by the launcher; 0 when there is no launcher."""
+    return _number("RANK", "SLURM_PROCID", default=0)
+
+
+def start(cluster: Cluster) -> Process:
+    """Join the process group and choose device and threads.
+
+    Raises UserError when the device that the recipe asks for cannot be used.
+    """
+    world, rank = launched_world(), launched_rank()
+    local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    local_world = _number("LOCAL_WORLD_SIZE", None, default=min(world, _slurm_tasks_per_node()))
+    device = choose_device(cluster, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(
+            cluster.threads or max(1, len(os.sched_getaffinity(0)) // local_world)
+        )
+    _export(rank, world, local_rank, local_world, device)
+    options = {}
+    if world == 1:
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=cluster.timeout_s),
+        **options,
+    )
+    return Process(rank, world, local_rank, local_world, device)
+
+
+def choose_device(cluster: Cluster, local_rank: int) -> torch.device:
+    """cuda:<local rank> or cpu, as the recipe and the machine allow.
+
+    Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that this
+    torch cannot use, because training on the CPU beside an idle GPU is never what was meant.
+    """
+    if cluster.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise UserError(
+                f"local rank {local_rank} has no GPU: this host shows {count}; start at most {count}"
+                " ranks on it (NPROC), or set cluster.device=cpu"
+            )
+        return torch.device("cuda", local_rank)
+    seen = visible_gpus()
+    if seen and torch.version.cuda is None and torch.version.hip is None:
+        raise UserError(
+            f"a GPU is visible ({seen[0]}) but torch {torch.__version__} is a CPU build; install a"
+            " CUDA build of torch in this interpreter, choose another one with PYTHON=..., or set"
+            " cluster.device=cpu to train on the CPU"
+        )
+    if cluster.device == "cuda":
+        raise UserError(
+            f"cluster.device=cuda but torch {torch.__version__} sees no CUDA device; check the driver"
+            " (nvidia-smi) and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+        )
+    return torch.device("cpu")
+
+
+def visible_gpus() -> list[str]:
+    """Device files of NVIDIA GPUs, unless CUDA_VISIBLE_DEVICES hides them all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    return sorted(
+        path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)
+    )
+
+
+class Shared(UserError):
+    """A UserError that every rank raises alike; one of them prints it."""
+
+
+def first_does(action: Callable[[], object]) -> None:
+    """Run `action` on rank 0; if it raises UserError there, every rank raises it, so none waits."""
+    problems: list[list[str] | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except UserError as error:
+            problems = [error.problems]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0]:
+        raise Shared(*problems[0])
+
+
+def report(error: UserError) -> None:
+    """Print what the user can put right: once where all ranks know it, else with the rank's number.
+
+    Before the ranks have joined, each of them refuses the same recipe for the same reason.
+    """
+    is_shared = isinstance(error, Shared) or not dist.is_initialized()
+    if is_shared and launched_rank() != 0:
+        return
+    where = "" if is_shared or launched_world() == 1 else f"rank {launched_rank()}: "
+    for problem in error.problems:
+        print(f"refused: {where}{problem}", file=sys.stderr, flush=True)
+
+
+def finish() -> None:
+    """Leave the process group; without it torchrun sometimes reports a failed exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _under_srun() -> bool:
+    """An interactive or batch shell inside a SLURM job has SLURM_NTASKS too, but no step."""
+    return "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
+
+
+def _number(name: str, slurm_name: str | None, default: int) -> int:
+    if name in os.environ:
+        return int(os.environ[name])
+    if slurm_name and _under_srun() and slurm_name in os.environ:
+        return int(os.environ[slurm_name])
+    return default
+
+
+def _slurm_tasks_per_node() -> int:
+    """SLURM_NTASKS_PER_NODE, or the first count of SLURM_TASKS_PER_NODE such as `8(x4)`."""
+    text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    found = re.match(r"\d+", text)
+    return int(found.group()) if found else 1_000_000
+
+
+def _export(rank: int, world: int, local_rank: int, local_world: int, device: torch.device) -> None:
+    """Set what torch.distributed and DeepSpeed read, where the launcher has not."""
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world,
+        "MASTER_ADDR": _slurm_first_host() if _under_srun() else "127.0.0.1",
+        "MASTER_PORT": BASE_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % 10_000,
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _slurm_first_host() -> str:
+    """First host of SLURM_STEP_NODELIST: `gpu[03-04,9]-ib` -> `gpu03-ib`."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "127.0.0.1")
+    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    prefix, first, suffix = found.groups(default="")
+    return prefix + first + suffix

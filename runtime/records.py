@@ -1,0 +1,148 @@
+"""The line files of a run, metrics.jsonl and events.jsonl: one strict-JSON object per line.
+
+One rule: a line is whole or it is not there. Lines are appended one by one, each in one write; what
+a killed process left half-written at the end of a file is dropped aloud when the next one opens it,
+and ignored by readers.
+
+Strict JSON knows no NaN and no infinity: a non-finite number is written as null and its field is
+named in an extra field `non_finite`, a list, present only where there is one:
+{"loss": null, "non_finite": ["loss"]}.
+
+Units: times are UTC, ISO 8601 with milliseconds and a Z.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+
+def strict_line(fields: Mapping[str, Any]) -> str:
+    """`fields` as one line of strict JSON, with its newline; a tensor is a TypeError."""
+    non_finite: list[str] = []
+
+    def plain(value: Any, name: str) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        if isinstance(value, numbers.Real):
+            if math.isfinite(value):
+                return float(value)
+            non_finite.append(name)
+            return None
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: only plain numbers, text, lists and mappings"
+        )
+
+    record = {name: plain(value, name) for name, value in fields.items()}
+    if non_finite:
+        record["non_finite"] = non_finite
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, fields: Mapping[str, Any]) -> None:
+    """Add one line to `path` in a single write, so that two processes' lines never mix."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(strict_line(fields).encode())
+
+
+def repair(path: Path, say: Callable[[str], None] = print) -> bool:
+    """Drop the half-written last line of `path`, aloud; True if there was one."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    kept = content.rfind(b"\n") + 1
+    if kept == len(content):
+        return False
+    with open(path, "r+b") as file:
+        file.truncate(kept)
+    say(f"{path}: dropped {len(content) - kept} bytes of a half-written last line")
+    return True
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All records of a line file; a half-written last line is ignored, another is a ValueError."""
+    if not path.exists():
+        return []
+    *whole, _torn = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            records.append(parse_line(line))
+        except ValueError as problem:
+            raise ValueError(
+                f"{path} line {number} is not strict JSON ({problem}); delete that line"
+            ) from None
+    return records
+
+
+def parse_line(line: str | bytes) -> dict[str, Any]:
+    """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON value")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def truncate_after(path: Path, segment: int, step: int) -> int:
+    """Remove the lines of `segment` past `step` from a metrics file, atomically; return how many.
+
+    A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
+    stays unique.
+    """
+    records = read_lines(path)
+    kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
+    if len(kept) == len(records):
+        return 0
+    new = path.with_name(path.name + ".new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.writelines(strict_line(record) for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    return len(records) - len(kept)
+
+
+def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl (`path`: it or the run folder) by segment and step, each once.
+
+    Where a step stands there twice (a copy taken between two lives), the line of the later life is
+    kept. `segment=None` reads all segments. A half-written last line is ignored.
+    """
+    path = Path(path)
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in read_lines(path / METRICS if path.is_dir() else path):
+        key = (line["segment"], line["step"])
+        if key not in lines or line["life"] >= lines[key]["life"]:
+            lines[key] = line
+    return [lines[key] for key in sorted(lines) if segment is None or key[0] == segment]
+
+
+def record_event(folder: Path, kind: str, *, life: int, **fields: Any) -> None:
+    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    append_line(Path(folder) / EVENTS, {"time": now, "kind": kind, "life": life, **fields})
+
+
+def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's events.jsonl, all or those of one kind."""
+    return [
+        event
+        for event in read_lines(Path(folder) / EVENTS)
+        if kind is None or event["kind"] == kind
+    ]

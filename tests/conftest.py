@@ -1,0 +1,27 @@
+"""Fixtures shared by tests: small corpora, made once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.writer import CorpusWriter
+
+VOCAB_SIZE = 64
+EOD = 63
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory) -> Path:
+    """A corpus of 400 documents of 3 to 50 tokens, ids below 64: many boundaries, uneven masks."""
+    folder = tmp_path_factory.mktemp("corpora") / "short"
+    draw = np.random.default_rng(5)
+    writer = CorpusWriter(folder, VOCAB_SIZE, EOD)
+    for split, count in (("train", 400), ("valid", 60)):
+        for _ in range(count):
+            body = draw.integers(0, EOD, size=int(draw.integers(2, 50)))
+            writer.add(split, np.append(body, EOD))
+    writer.close({"name": "short", "tokenizer": None, "bos_id": None})
+    return folder

@@ -1,0 +1,175 @@
+"""The arithmetic of model/cost.py against built models, hand-worked numbers and counted bytes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from model import attention, cost, init, layers, loss
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+
+def shape(vocab, hidden, inner, depth, heads, kv_heads, **others) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **others,
+    )
+
+
+ODD_SHAPES = [
+    shape(101, 48, 77, 3, 6, 2),
+    shape(7, 12, 5, 1, 3, 1, head_dim=10),
+    shape(257, 40, 111, 2, 5, 5, tie_word_embeddings=True),
+    shape(33, 64, 171, 4, 8, 1, qkv_bias=True),
+    shape(33, 64, 171, 2, 4, 2, qk_norm=True, head_dim=6),
+    shape(130, 56, 149, 5, 7, 7, qkv_bias=True, qk_norm=True, tie_word_embeddings=True),
+    shape(2, 2, 1, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("config", ODD_SHAPES)
+def test_parameter_counts_equal_the_built_model(config):
+    model = Decoder(config)
+    counted = cost.parameters(config)
+
+    def count(parameters):
+        return sum(parameter.numel() for parameter in parameters)
+
+    assert cost.num_parameters(config) == counted.total == count(model.parameters())
+    assert counted.embedding == count(model.model.embed_tokens.parameters())
+    head = 0 if config.tie_word_embeddings else count(model.lm_head.parameters())
+    assert counted.head == head
+    assert counted.block == count(model.model.layers[0].parameters())
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight")]
+    assert counted.norms == count(norms)
+
+
+def test_published_models_have_their_published_sizes():
+    llama_2_7b = shape(32000, 4096, 11008, 32, 32, 32)
+    qwen3_0_6b = shape(
+        151936, 1024, 3072, 28, 16, 8, head_dim=128, qk_norm=True, tie_word_embeddings=True
+    )
+    assert cost.num_parameters(llama_2_7b) == 6_738_415_616
+    assert cost.num_parameters(qwen3_0_6b) == 596_049_920
+
+
+HAND = shape(100, 32, 80, 2, 4, 2, max_position_embeddings=64)
+
+
+def test_flops_of_a_model_worked_out_by_hand():
+    """4 query heads, 2 key/value heads, head_dim 8, gated MLP, 2 layers, 64 tokens."""
+    q, k, v, o = 32 * 32, 32 * 16, 32 * 16, 32 * 32  # 1024 + 512 + 512 + 1024 = 3072
+    mlp = 3 * 32 * 80  # 7680
+    matrices = 2 * (q + k + v + o + mlp) + 100 * 32  # 2 * 10752 + 3200 = 24704
+    scores_and_values = 2 * 2 * (2 * 4 * 8 * 64)  # layers * (q k^T and p v) * multiply-adds
+    assert matrices == 24704
+    forward = 2 * matrices + scores_and_values
+    assert cost.flops_per_token(HAND, 64) == 3 * forward == 197376
+    assert cost.flops_per_token(HAND, 64, "6n") == 6 * (24704 + 3200 + 5 * 32)
+
+
+def test_tying_the_head_leaves_the_work_and_the_embedding_lookup_is_free():
+    tied = shape(100, 32, 80, 2, 4, 2, tie_word_embeddings=True)
+    assert cost.flops_per_token(tied, 64) == cost.flops_per_token(HAND, 64)
+
+
+def test_forward_flops_equal_those_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Decoder(HAND)
+    init.fill(model, 0)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.long))
+    # Torch has no count for the CPU's attention kernel; it is the 12 L A D T term.
+    products = cost.flops_per_token(HAND, 0) // 3 * 64
+    attended = (cost.flops_per_token(HAND, 64) - cost.flops_per_token(HAND, 0)) // 3 * 64
+    assert counter.get_total_flops() in (products, products + attended)
+
+
+def saved_bytes(model, micro_batch, length):
+    """Unique storages that autograd keeps between forward and backward, without parameters."""
+    storages = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = (
+                tensor,
+                storage.nbytes(),
+            )  # kept alive: addresses stay unique
+        return tensor
+
+    inputs = torch.zeros(micro_batch, length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs, labels=inputs)
+    return sum(size for _, size in storages.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        shape(64, 64, 160, 3, 4, 2),
+        shape(64, 48, 100, 2, 4, 4, head_dim=20, qk_norm=True, qkv_bias=True),
+    ],
+)
+def test_activation_bytes_are_those_autograd_saves(monkeypatch, config, precision):
+    # A GPU multiplies bf16 as it is; this CPU may keep fp32 copies, which the formula leaves out.
+    for module in (layers, attention, loss):
+        monkeypatch.setattr(module, "product_dtype", lambda tensor: tensor.dtype)
+    model = Decoder(config)
+    init.fill(model, 0)
+    width = cost.BYTES[precision]
+    model.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+    head_gradient = width * config.vocab_size * config.hidden_size  # part of the workspace
+    counted = {rows: saved_bytes(model, rows, 96) - head_gradient for rows in (1, 2, 4)}
+    for rows, size in counted.items():
+        expected = cost.activation_bytes(config, rows, 96, precision).saved
+        assert expected == pytest.approx(size, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activation_bytes_are_linear_in_the_micro_batch(recompute):
+    one, two, four = (
+        cost.activation_bytes(HAND, rows, 64, recompute=recompute).saved for rows in (1, 2, 4)
+    )
+    assert four == 2 * two == 4 * one
+
+
+def test_recompute_keeps_block_inputs_and_one_block():
+    config = shape(64, 64, 160, 6, 4, 2)
+    model = Decoder(config)
+    init.fill(model, 0)
+    head_gradient = 4 * 64 * 64
+    per_block = cost.activation_bytes(config, 2, 96, "fp32").saved
+    per_block -= cost.activation_bytes(shape(64, 64, 160, 5, 4, 2), 2, 96, "fp32").saved
+    model.recompute = "full"
+    between = saved_bytes(model, 2, 96) - head_gradient  # before any block is run again
+    expected = cost.activation_bytes(config, 2, 96, "fp32", recompute="full").saved
+    assert expected == pytest.approx(between + per_block, rel=0.02)
+    with pytest.raises(ValueError):
+        cost.activation_bytes(config, 2, 96, "fp32", recompute="some")
+    with pytest.raises(ValueError):
+        cost.flops_per_token(config, 96, "8n")
+
+
+def test_workspace_holds_a_chunk_of_logits_and_never_all_of_them():
+    config = shape(128256, 4096, 14336, 32, 32, 8)
+    many = cost.activation_bytes(config, 8, 8192)
+    assert many.workspace == cost.activation_bytes(config, 1, 8192).workspace
+    all_logits = 8 * 8192 * 128256 * 4
+    assert 128256 * 4096 * 4 < many.workspace < all_logits / 4
+    assert many.total == many.saved + many.workspace
+
+
+def test_cost_imports_no_torch():
+    code = "import model.cost, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,595 @@
+"""runtime.metrics, records, clock, speed, mirror: what a run writes down, and what is read from it.
+
+Everything runs in one process without a model: the numbers are hand-made and the clock is fake.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from recipes.schema import UserError
+from runtime import mirror, speed
+from runtime.clock import StepClock, StepTimes, cuda_clock
+from runtime.console import plain_text, summary_text
+from runtime.memory import GIB, peak_device_gib, peak_host_gib
+from runtime.metrics import MetricsWriter, hyper_parameters, mask_secrets, summary
+from runtime.records import (
+    read_events,
+    read_lines,
+    read_metrics,
+    record_event,
+    repair,
+    truncate_after,
+)
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def passes(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def make_writer(folder: Path, **options) -> MetricsWriter:
+    folder.mkdir(exist_ok=True)
+    return MetricsWriter(folder, **(dict(world=1, tensorboard=False) | options))
+
+
+def write_step(writer: MetricsWriter, step: int, **changes) -> dict:
+    """One line with plausible numbers; 100 tokens a step in 0.5 s."""
+    fields = dict(
+        loss=5.0 / step,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=100 * step,
+        tokens_per_step=100,
+        targets=90,
+        times=StepTimes(step_s=0.5, is_first=step == 1),
+        accumulation=1,
+    )
+    return writer.step(step, **(fields | changes))
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run `code` in another process."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+# ---- the line file
+
+
+def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
+    writer = make_writer(tmp_path / "run", world=2, flops_per_token=6e6, peak_flops=1e10)
+    times = StepTimes(0.5, 0.05, 0.3, 0.1, eval_s=2.0, save_s=3.0, other_s=0.05)
+    returned = write_step(writer, 1, times=times, val_loss=4.5, targets=numpy.int64(90))
+    [line] = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()  # flushed already
+    writer.close()
+    assert json.loads(line) == returned
+    memory = {
+        name: returned.pop(name) for name in ("memory_gib", "host_memory_gib", "device_memory_gib")
+    }
+    assert memory["host_memory_gib"] > 0
+    assert (memory["device_memory_gib"] is None) == (peak_device_gib() is None)
+    assert memory["memory_gib"] == (memory["device_memory_gib"] or memory["host_memory_gib"])
+    assert returned == dict(
+        step=1,
+        segment=0,
+        life=1,
+        loss=5.0,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=100,
+        tokens_per_step=100,
+        targets=90,
+        tokens_per_s=200.0,
+        tokens_per_s_per_rank=100.0,
+        mfu=pytest.approx(200 * 6e6 / 2e10),
+        step_s=0.5,
+        data_s=0.05,
+        compute_s=0.3,
+        optimizer_s=0.1,
+        other_s=0.05,
+        eval_s=2.0,
+        save_s=3.0,
+        skipped=False,
+        skipped_steps=0,
+        accumulation=1,
+        first_of_life=False,
+        val_loss=4.5,
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_number_is_null_and_named_so_that_strict_readers_pass(tmp_path, value):
+    writer = make_writer(tmp_path / "run")
+    write_step(writer, 1, loss=value, grad_norm=numpy.float32(value), skipped=True)
+    write_step(writer, 2)
+    writer.event("alarm", grad_norm=value, history=[1.0, value])
+    writer.close()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    first, second = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
+    assert first["loss"] is None
+    assert first["grad_norm"] is None
+    assert first["non_finite"] == ["loss", "grad_norm"]
+    assert "non_finite" not in second
+    [alarm] = read_events(tmp_path / "run", "alarm")
+    assert alarm["history"] == [1.0, None]
+    assert alarm["non_finite"] == ["grad_norm", "history.1"]
+
+
+def test_a_tensor_is_refused_because_reading_it_would_make_the_device_wait(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    with pytest.raises(TypeError, match="loss is a Tensor"):
+        write_step(writer, 1, loss=torch.tensor(1.0))
+    writer.close()
+    assert read_metrics(tmp_path / "run") == []
+
+
+def test_a_half_written_last_line_is_ignored_by_readers_and_dropped_aloud_on_opening(tmp_path):
+    folder = tmp_path / "run"
+    writer = make_writer(folder)
+    for step in (1, 2):
+        write_step(writer, step)
+    writer.close()
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    said = []
+    writer = make_writer(folder, after_step=1, say=said.append)
+    write_step(writer, 2)
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert [bool(re.search(r"metrics.jsonl: dropped \d+ bytes", text)) for text in said] == [True]
+
+
+def test_a_damaged_line_in_the_middle_names_its_file_and_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"loss": NaN}\n{"step": 3}\n')
+    with pytest.raises(ValueError) as refusal:
+        read_lines(path)
+    assert "metrics.jsonl line 2 is not strict JSON (NaN" in str(refusal.value)
+
+
+def test_repair_leaves_a_whole_file_and_a_missing_one_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert not repair(path)
+    path.write_text('{"step": 1}\n')
+    assert not repair(path)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+# ---- restarts
+
+
+def test_a_step_stands_there_once_after_a_restart_with_the_later_lifes_numbers(tmp_path):
+    folder = tmp_path / "run"
+    writer = make_writer(folder)
+    for step in range(1, 8):
+        write_step(writer, step, skipped=step in (3, 7))
+    writer.close()
+    writer = make_writer(folder, after_step=5)
+    for step in range(6, 11):
+        write_step(writer, step, loss=100.0 + step)
+    writer.close()
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["life"] for line in lines] == [1] * 5 + [2] * 5
+    assert lines[6]["loss"] == 107.0
+    # the skip of step 7 went with its line, the skip of step 3 is still counted
+    assert lines[-1]["skipped_steps"] == 1
+    lives = read_events(folder, "life")
+    assert [(event["life"], event["after_step"]) for event in lives] == [(1, 0), (2, 5)]
+    assert not list(folder.glob("*.new"))
+
+
+def test_a_roll_back_inside_one_process_forgets_the_steps_past_it(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    for step in range(1, 5):
+        write_step(writer, step)
+    writer.resume(2)
+    write_step(writer, 3, loss=9.0)
+    writer.close()
+    lines = read_metrics(tmp_path / "run")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 5.0), (2, 2.5), (3, 9.0)]
+
+
+def test_truncating_one_segment_leaves_the_others_untouched(tmp_path):
+    folder = tmp_path / "run"
+    for segment in (0, 1):
+        writer = make_writer(folder, segment=segment, after_step=2 * segment)
+        for step in range(1 + 2 * segment, 6):
+            write_step(writer, step)
+        writer.close()
+    path = folder / "metrics.jsonl"
+    assert truncate_after(path, 1, 3) == 2
+    assert [line["step"] for line in read_metrics(path, 0)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_metrics(path, 1)] == [3]
+    assert truncate_after(path, 1, 3) == 0
+
+
+def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [(1, 1, 1), (2, 1, 2), (2, 2, 3), (1, 2, 4), (1, 1, 5)]  # step, life, loss
+    path.write_text(
+        "".join(
+            json.dumps(dict(segment=0, step=step, life=life, loss=loss)) + "\n"
+            for step, life, loss in rows
+        )
+    )
+    assert [line["loss"] for line in read_metrics(path)] == [4, 3]
+
+
+# ---- one writer
+
+
+def test_a_second_writer_of_the_same_run_is_refused_while_the_first_lives(tmp_path):
+    folder = tmp_path / "run"
+    first = make_writer(folder)
+    write_step(first, 1)
+    code = (
+        "import sys; from runtime.metrics import MetricsWriter\n"
+        "MetricsWriter(sys.argv[1], world=1, tensorboard=False)"
+    )
+    assert "run=run: another process is writing" in python(code, str(folder)).stderr
+    write_step(first, 2)
+    first.close()
+    assert [line["life"] for line in read_metrics(folder)] == [1, 1]
+    assert python(code, str(folder)).returncode == 0
+
+
+def test_events_carry_utc_time_kind_and_life_in_order(tmp_path):
+    record_event(tmp_path, "alarm", life=3, step=7, reason="loss is not finite")
+    record_event(tmp_path, "verdict", life=3, action="skip")
+    alarm, verdict = read_events(tmp_path)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", alarm.pop("time"))
+    assert alarm == dict(kind="alarm", life=3, step=7, reason="loss is not finite")
+    assert [event["action"] for event in read_events(tmp_path, "verdict")] == ["skip"]
+    assert verdict["kind"] == "verdict"
+
+
+def test_metrics_are_written_without_importing_torch_or_tensorflow():
+    code = "import sys, runtime.metrics, runtime.event_files, runtime.console\n"
+    code += "print([m for m in ('torch', 'tensorflow', 'deepspeed', 'wandb') if m in sys.modules])"
+    found = python(code)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+# ---- time
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_per_s_equals_the_hand_count(tmp_path, accumulation, ranks):
+    """1 s per micro-batch of 2 x 8 tokens: 16 tokens/s and rank, whatever the accumulation."""
+    fake = FakeClock()
+    clock = StepClock(fake.now)
+    writer = make_writer(tmp_path / "run", world=ranks)
+    tokens_per_step = 16 * accumulation * ranks
+    clock.start()
+    lines = []
+    for step in (1, 2, 3):
+        if step == 1:
+            fake.passes(100)  # the first step compiles
+        with clock.phase("compute"):
+            for _ in range(accumulation):
+                fake.passes(1)
+        if step == 2:
+            with clock.phase("eval"):
+                fake.passes(50)
+            with clock.phase("save"):
+                fake.passes(70)
+        times = clock.finish().times()
+        lines.append(
+            write_step(
+                writer,
+                step,
+                times=times,
+                tokens=step * tokens_per_step,
+                tokens_per_step=tokens_per_step,
+                accumulation=accumulation,
+            )
+        )
+    result = writer.finish()
+    assert [line["tokens_per_s"] for line in lines[1:]] == [16 * ranks] * 2
+    assert [line["tokens_per_s_per_rank"] for line in lines[1:]] == [16] * 2
+    assert [line["step_s"] for line in lines] == [100 + accumulation, accumulation, accumulation]
+    assert (lines[1]["eval_s"], lines[1]["save_s"]) == (50, 70)
+    assert [line["first_of_life"] for line in lines] == [True, False, False]
+    assert result["tokens_per_s"] == 16 * ranks  # without the first step, evaluation and save
+    assert result["num_steady_steps"] == 2
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    fake = FakeClock()
+    clock = StepClock(fake.now)
+    fake.passes(5)  # before start: belongs to no step
+    clock.start()
+    for phase, seconds in [("data", 1), ("compute", 2), ("data", 3), ("optimizer", 4), ("save", 8)]:
+        with clock.phase(phase):
+            fake.passes(seconds)
+    fake.passes(0.5)
+    times = clock.finish().times()
+    assert times == StepTimes(10.5, 4, 2, 4, eval_s=0, save_s=8, other_s=0.5, is_first=True)
+    parts = times.data_s + times.compute_s + times.optimizer_s + times.other_s
+    assert times.step_s == parts
+    fake.passes(2)
+    assert clock.finish().times() == StepTimes(2, other_s=2)  # begins where the first one ended
+
+
+def test_stamps_are_not_read_before_the_times_are_asked_for():
+    """A stamp may be an event on a device: reading it early would be a synchronisation."""
+    reads = []
+
+    def seconds(begin, end):
+        reads.append((begin, end))
+        return 1.0
+
+    stamps = iter(range(100))
+    clock = StepClock(lambda: next(stamps), seconds)
+    clock.start()
+    with clock.phase("compute"):
+        pass
+    span = clock.finish()
+    with clock.phase("compute"):
+        pass
+    assert reads == []
+    assert span.times().compute_s == 1.0
+    assert reads == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_an_unknown_or_nested_phase_is_a_mistake_of_ours():
+    clock = StepClock()
+    clock.start()
+    with pytest.raises(AssertionError, match="'forward' is not one of"):
+        with clock.phase("forward"):
+            pass
+    with pytest.raises(AssertionError, match="phase eval inside compute"):
+        with clock.phase("compute"), clock.phase("eval"):
+            pass
+    with clock.phase("save"):  # usable after an exception
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_time_is_the_devices_own():
+    clock = cuda_clock()
+    clock.start()
+    with clock.phase("compute"):
+        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s on any current device
+    span = clock.finish()
+    times = span.times()
+    assert 0.03 < times.compute_s < 1.0
+    assert times.other_s < 0.01
+
+
+# ---- speeds
+
+
+def test_mfu_equals_a_hand_worked_example():
+    """1000 tokens/s over 4 ranks x 6e9 FLOP per token = 6e12; 4 x 10e12 possible: 15 per cent."""
+    assert speed.tokens_per_s(2000, 2.0) == 1000.0
+    assert speed.mfu(1000.0, 6e9, 10e12, ranks=4) == pytest.approx(0.15)
+
+
+def test_mfu_of_the_7b_of_the_palm_convention():
+    """6 x 7e9 FLOP per token (attention aside), 1e4 tokens/s on 1 x 989.4e12: 42.4 per cent."""
+    peak = speed.peak_flops("NVIDIA H100 80GB HBM3")
+    assert speed.mfu(1e4, 6 * 7e9, peak, ranks=1) == pytest.approx(0.4245, abs=1e-4)
+
+
+def test_there_is_no_utilisation_where_a_number_is_not_known():
+    assert speed.mfu(1000.0, 6e9, None, 1) is None
+    assert speed.mfu(1000.0, None, 1e12, 1) is None
+    assert speed.mfu(None, 6e9, 1e12, 1) is None
+    assert speed.tokens_per_s(100, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+        ("NVIDIA RTX A4000", None),
+        (None, None),
+    ],
+)
+def test_the_peak_is_looked_up_by_device_name_and_never_guessed(name, tflops):
+    assert speed.peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_a_peak_given_in_the_recipe_wins():
+    assert speed.peak_flops("NVIDIA H100 80GB HBM3", peak_tflops=400.0) == 400e12
+    assert speed.peak_flops(None, peak_tflops=0.5) == 0.5e12
+
+
+def test_all_printed_speeds_of_a_run_agree_and_name_their_unit_and_scope(tmp_path):
+    writer = make_writer(tmp_path / "run", world=4, flops_per_token=1e6, peak_flops=1e9)
+    lines = [
+        write_step(writer, step, tokens_per_step=80_000, times=StepTimes(2.0, is_first=step == 1))
+        for step in (1, 2, 3)
+    ]
+    result = writer.finish()
+    printed = plain_text(lines[-1], total=3, left_s=None) + "\n" + summary_text(result)
+    assert "40,000 tokens/s (10,000 per rank)" in printed
+    assert "speed 40,000 tokens/s over all ranks, median of 2 steps" in printed
+    speeds = [int(text.replace(",", "")) for text in re.findall(r"([\d,]+) tokens/s", printed)]
+    assert speeds == [40_000, 40_000]
+    assert set(re.findall(r"MFU ([\d.]+)%", printed)) == {"1000.0"}
+    assert lines[-1]["step_s"] * lines[-1]["tokens_per_s"] == lines[-1]["tokens_per_step"]
+
+
+# ---- a run in numbers
+
+
+def test_the_summary_has_medians_with_spread_without_the_first_step_of_each_life(tmp_path):
+    folder = tmp_path / "run"
+    writer = make_writer(folder)
+    for step, seconds in enumerate([50.0, 1.0, 2.0, 4.0], start=1):
+        write_step(writer, step, times=StepTimes(seconds, is_first=step == 1))
+    writer.close()
+    writer = make_writer(folder, after_step=4)
+    write_step(writer, 5, times=StepTimes(40.0, is_first=True), val_loss=3.0, skipped=True)
+    write_step(writer, 6, times=StepTimes(5.0), val_loss=3.5, loss=math.nan)
+    result = writer.finish()
+    assert result == summary(folder) == summary(folder / "metrics.jsonl")
+    # steady: 100, 50, 25, 20 tokens/s
+    assert result["tokens_per_s"] == 37.5
+    assert (result["tokens_per_s_p25"], result["tokens_per_s_p75"]) == (23.75, 62.5)
+    assert result["step_s"] == 3.0
+    assert (result["first_loss"], result["last_loss"]) == (5.0, None)
+    assert (result["val_loss"], result["best_val_loss"], result["best_val_step"]) == (3.5, 3.0, 5)
+    assert (result["last_step"], result["tokens"], result["skipped_steps"]) == (6, 600, 1)
+    assert result["peak_memory_gib"] > 0
+    assert result["mfu"] is None
+
+
+def test_the_summary_of_a_run_without_a_steady_step_has_no_speed(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    write_step(writer, 1)
+    result = writer.finish()
+    assert result["tokens_per_s"] is None
+    assert "only the first step was timed" in summary_text(result)
+    empty = make_writer(tmp_path / "empty").finish()
+    assert empty["last_step"] is None
+    assert summary_text(empty) == "no step was recorded"
+
+
+def test_host_memory_is_this_process_peak_in_gib():
+    before = peak_host_gib()
+    block = numpy.ones(200 * 2**20, dtype=numpy.uint8)
+    grown = peak_host_gib() - before
+    assert block.nbytes / GIB == pytest.approx(0.195, abs=1e-3)
+    assert peak_host_gib() >= before
+    assert grown <= 0.25  # the unit: in KiB or bytes it would be a million
+
+
+def test_hyper_parameters_are_flat_plain_values_from_recipe_and_layout():
+    optim = types.SimpleNamespace(lr=3e-4, schedule="cosine")
+    recipe = types.SimpleNamespace(
+        zero=2,
+        batch_tokens=[[0, 1024], [10, 2048]],
+        seq_len=128,
+        precision="bf16",
+        recompute="none",
+        compile=False,
+        warmup=0.01,
+        seed=7,
+        optim=optim,
+    )
+    layout = types.SimpleNamespace(world=4, data=2, tensor=2, pipeline=1, context=1, micro_batch=2)
+    found = hyper_parameters(recipe, layout, num_parameters=8_000_000)
+    assert found["zero"] == "2"
+    assert found["batch_tokens"] == "[[0, 1024], [10, 2048]]"
+    assert (found["ranks"], found["data_parallel"], found["tensor_parallel"]) == (4, 2, 2)
+    assert found["num_parameters"] == 8_000_000
+    assert all(isinstance(value, (bool, int, float, str)) for value in found.values())
+
+
+# ---- Weights & Biases, secrets
+
+
+def test_a_mirror_without_wandb_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as refusal:
+        make_writer(tmp_path / "run", wandb="my-project")
+    [problem] = refusal.value.problems
+    assert problem.startswith("log.wandb=my-project: the package wandb is not installed")
+    assert "pip install wandb" in problem
+    assert "log.wandb=null" in problem
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """A module in wandb's place that records what it is given."""
+    wandb = types.ModuleType("wandb")
+    wandb.Error = type("Error", (Exception,), {})
+    wandb.given = {}
+    config = types.SimpleNamespace(update=lambda values: wandb.given.update(config=values))
+    run = types.SimpleNamespace(config=config, finish=lambda: wandb.given.update(finished=True))
+
+    def init(**options):
+        wandb.given.update(init=options)
+        return run
+
+    wandb.init = init
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(mirror.importlib.util, "find_spec", lambda name: object())
+    return wandb
+
+
+def test_wandb_mirrors_the_event_files_and_gets_no_key(tmp_path, monkeypatch, fake_wandb):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789-secret-key")
+    folder = tmp_path / "run"
+    writer = make_writer(folder, wandb="my-project", tensorboard=True)
+    json_with_key = '{\n  "comet": {\n    "api_key": "abcdef"\n  }\n}'
+    writer.describe({"lr": 0.1}, {"ds_config.json": json_with_key})
+    write_step(writer, 1)
+    writer.finish()
+    assert fake_wandb.given["init"] == dict(
+        project="my-project", name="run-life-1", group="run", dir=str(folder), sync_tensorboard=True
+    )
+    assert fake_wandb.given["config"] == {"lr": 0.1}
+    assert fake_wandb.given["finished"]
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert b"secret-key" not in written
+    assert b"abcdef" not in written
+
+
+def test_a_refusal_by_wandb_is_a_users_mistake_not_a_crash(tmp_path, fake_wandb):
+    def init(**options):
+        raise fake_wandb.Error("api_key not configured (no-tty)")
+
+    fake_wandb.init = init
+    with pytest.raises(UserError, match=r"wandb refused .*WANDB_MODE=offline"):
+        make_writer(tmp_path / "run", wandb="my-project")
+
+
+def test_secrets_are_masked_by_their_keys_and_nothing_else_is():
+    text = (
+        'hf_api_key: abc\n"password": "p w",\n  - secret: "x"\nAPIKEY=zzz\naccess_token: t\n'
+        'tokens: 100\nbatch_tokens: 8192\ntokenizer: "bpe"\nkeyboard: 1\n'
+    )
+    assert mask_secrets(text) == (
+        'hf_api_key: "***"\n"password": "***",\n  - secret: "***"\nAPIKEY="***"\n'
+        'access_token: "***"\n'
+        'tokens: 100\nbatch_tokens: 8192\ntokenizer: "bpe"\nkeyboard: 1\n'
+    )
