@@ -110,16 +110,18 @@ def train(run: Run) -> None:
     with run.stream.prefetch(1, last_step, place.data, layout.data, layout.micro_batch) as batches:
         clock.start()
         for step in range(1, last_step + 1):
-            data = next(batches)
-            micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
-            clock.mark("data")
+            with clock.phase("data"):
+                data = next(batches)
+                micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
-            result = engine.train_step(micro_batches, data.num_targets, data.num_tokens, clock.mark)
+            result = engine.train_step(
+                micro_batches, data.num_targets, data.num_tokens, clock.phase
+            )
             val_loss = None
             if held_out and (step == last_step or is_due(step, recipe.eval_every)):
-                val_loss = engine.evaluate(to_device(batch, me.device) for batch in held_out)
-                clock.mark("eval")
+                with clock.phase("eval"):
+                    val_loss = engine.evaluate(to_device(batch, me.device) for batch in held_out)
             finished = Finished(data, lr, result, clock.finish(), val_loss)
 
             collector.add(data, is_last=step == last_step)
@@ -134,15 +136,20 @@ def train(run: Run) -> None:
                 if record:
                     record.write(finished)
                     record.close("stopped")
-                raise UserError(
-                    f"stopped after step {step}: gradients were not finite in {skips_in_a_row} steps"
-                    f" in a row (optim.max_skips={recipe.optim.max_skips}); the weights are those of"
-                    f" step {step - skips_in_a_row}. Lower optim.lr, or look at the samples named in"
-                    f" {run.folder}/events.jsonl"
-                )
+                raise UserError(stopped_by_skips(run, step, skips_in_a_row))
     if record:
         record.write(late)
         record.close("finished")
+
+
+def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:
+    """Why the run ended before its last step, and what to do."""
+    return (
+        f"stopped after step {step}: gradients were not finite in {in_a_row} steps in a row"
+        f" (optim.max_skips={run.recipe.optim.max_skips}); the weights are those of step"
+        f" {step - in_a_row}. Lower optim.lr, or look at the samples named in"
+        f" {run.folder}/events.jsonl"
+    )
 
 
 def is_due(step: int, every: int) -> bool:

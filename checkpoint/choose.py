@@ -18,7 +18,7 @@ from pathlib import Path
 from checkpoint.blocks import Damaged, check_file, check_size, opened
 from checkpoint.comm import Comm, broadcast
 from checkpoint.manifest import Manifest, committed, read_manifest
-from checkpoint.storage import data_name, file_digests, index_name, read_index
+from checkpoint.storage import Point, data_name, file_digests, index_name, nothing, read_index
 from recipes.schema import UserError
 
 # Blocks of each file that a sampled check reads, besides the first and the last.
@@ -186,7 +186,9 @@ def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
     return [step for step in ordered if step not in stay and step < verified]
 
 
-def prune(checkpoints: Path, keep: Keep, verified: int, epoch: int) -> list[int]:
+def prune(
+    checkpoints: Path, keep: Keep, verified: int, epoch: int, point: Point = nothing
+) -> list[int]:
     """Remove what `removable` names; steps that went.
 
     A folder loses its final name first: one half removed is never taken for a checkpoint.
@@ -195,6 +197,8 @@ def prune(checkpoints: Path, keep: Keep, verified: int, epoch: int) -> list[int]
     gone = removable(list(folders), keep, verified)
     for step in gone:
         doomed = checkpoints / f"{folders[step].name}.gone-{epoch}"
+        point("rename old", 0)
         os.rename(folders[step], doomed)
+        point("remove old", 0)
         shutil.rmtree(doomed)
     return gone

@@ -102,7 +102,7 @@ def save(
         made = Manifest(step, epoch, comm.world, state, files)
         notes = phase("commit", lambda: _commit(temporary, final, made, point), only=0)[0]
         phase("verify", lambda: check_rank(final, comm.rank, files, verify))
-        removed = phase("prune", lambda: prune(checkpoints, keep, step, epoch), only=0)[0]
+        removed = phase("prune", lambda: prune(checkpoints, keep, step, epoch, point), only=0)[0]
     except SaveFailed as failure:
         problem = str(failure)
         if comm.rank == 0:

@@ -142,6 +142,7 @@ class _Merge:
         self.bases: list[dict[str, int]] = []
         self.dtypes: dict[str, str] = {}
         self.file_bytes: list[int] = []
+        self.last: tuple | None = None  # names and shapes of a group, and their numbers
 
     def add(self, rank: int, index: dict) -> None:
         """Take one rank's index."""
@@ -155,12 +156,16 @@ class _Merge:
                 raise ValueError("a piece leaves its tensor")
             tensors = self._number(group["names"], box, boxes)
             before = np.cumsum(counts) - counts
-            for i, one in enumerate(boxes):
-                chosen = np.flatnonzero(box == i)
-                of, pieces = _rectangles(one, starts[chosen], counts[chosen])
-                section = np.full(len(of), len(self.files))
-                at = before[chosen][of] + pieces.at
-                self.columns.append((tensors[chosen][of], section, pieces.bounds, at))
+            widths = np.array([matrix(b.shape)[1] for b in boxes], np.int64)[box]
+            of, pieces = cut(starts, starts + counts, widths)
+            at = before[of] + pieces.at
+            sharded = [i for i, b in enumerate(boxes) if b.dim is not None]
+            whole = ~np.isin(box[of], sharded)
+            self._take(tensors[of[whole]], Rectangles(pieces.bounds[whole], at[whole]))
+            for i in sharded:
+                chosen = np.flatnonzero(box[of] == i)
+                source, moved = shift(Rectangles(pieces.bounds[chosen], at[chosen]), boxes[i])
+                self._take(tensors[of[chosen[source]]], moved)
             self.files.append(rank)
             self.bases.append({})
             for kind, dtype in group["kinds"]:
@@ -172,17 +177,25 @@ class _Merge:
             raise ValueError(f"pieces have {end} bytes, the file {index['bytes']}")
         self.file_bytes.append(end)
 
-    def _number(self, names: Sequence[str], box: np.ndarray, boxes: Sequence[Box]) -> np.ndarray:
+    def _take(self, tensors: np.ndarray, rectangles: Rectangles) -> None:
+        section = np.full(len(tensors), len(self.files))
+        self.columns.append((tensors, section, rectangles.bounds, rectangles.at))
+
+    def _number(self, names: list[str], box: np.ndarray, boxes: list[Box]) -> np.ndarray:
+        """Numbers of the named tensors. Ranks under ZeRO-3 all name the same ones: look up once."""
+        if len(names) != len(box):
+            raise ValueError("columns of different length")
+        shapes = [boxes[b].full for b in box.tolist()]
+        if self.last and self.last[:2] == (names, shapes):
+            return self.last[2]
         numbers = np.empty(len(names), np.int64)
-        for i, (name, b) in enumerate(zip(names, box, strict=True)):
-            number = self.tensors.setdefault(name, len(self.tensors))
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            numbers[i] = number = self.tensors.setdefault(name, len(self.tensors))
             if number == len(self.shapes):
-                self.shapes.append(boxes[b].full)
-            elif self.shapes[number] != boxes[b].full:
-                raise ValueError(
-                    f"{name} is {boxes[b].full} here and {self.shapes[number]} elsewhere"
-                )
-            numbers[i] = number
+                self.shapes.append(shape)
+            elif self.shapes[number] != shape:
+                raise ValueError(f"{name} is {shape} here and {self.shapes[number]} elsewhere")
+        self.last = (names, shapes, numbers)
         return numbers
 
     def finish(self) -> Index:
@@ -208,18 +221,6 @@ class _Merge:
             dtypes=self.dtypes,
             file_bytes=self.file_bytes,
         )
-
-
-def _rectangles(box: Box, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, Rectangles]:
-    """(which range, rectangles) of many flat ranges of one box; `at` counts from each range's start."""
-    if box.dim is not None and box.dim < len(box.full) - 1:
-        # A shift that cuts rectangles loses track of their origin: mark it in `at`.
-        parts = [rectangles_of(box, *piece) for piece in zip(starts, counts, strict=True)]
-        which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        bounds = np.concatenate([part.bounds for part in parts])
-        return which, Rectangles(bounds, np.concatenate([part.at for part in parts]))
-    which, pieces = cut(starts, starts + counts, np.full(len(starts), matrix(box.shape)[1]))
-    return which, shift(pieces, box)
 
 
 def holes(index: Index) -> list[str]:

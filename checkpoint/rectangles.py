@@ -93,39 +93,39 @@ def cut(
     return which, Rectangles(np.ascontiguousarray(bounds[:, which, part].T), at[which, part])
 
 
-def shift(rectangles: Rectangles, box: Box) -> Rectangles:
-    """Rectangles of a shard -> rectangles of the full tensor, in the same order of elements.
+def shift(rectangles: Rectangles, box: Box) -> tuple[np.ndarray, Rectangles]:
+    """Rectangles of a shard -> (which one, rectangles of the full tensor), in the same order.
 
-    A shard along the last dim moves columns, along the first rows; along a dim between them its rows
-    lie apart in the full tensor, so a rectangle is cut where they do.
+    A shard along the last dim moves columns, along the first rows; along a dim between them its
+    rows lie apart in the full tensor, so a rectangle is cut where they do.
     """
+    bounds, at, source = rectangles.bounds.copy(), rectangles.at, np.arange(len(rectangles))
     if box.dim is None:
-        return rectangles
-    bounds, at = rectangles.bounds.copy(), rectangles.at
+        return source, rectangles
     if box.dim == len(box.full) - 1:
         bounds[:, 2:] += box.offset
-        return Rectangles(bounds, at)
+        return source, Rectangles(bounds, at)
     inner = math.prod(box.full[box.dim + 1 : -1])  # rows per index of the cut dim
     run, period = box.shape[box.dim] * inner, box.full[box.dim] * inner
     if not len(at) or run == 0:
-        return Rectangles(bounds, at)
+        return source, rectangles
     first, last = bounds[:, 0] // run, (bounds[:, 1] - 1) // run
     counts = last - first + 1
-    source = np.repeat(np.arange(len(at)), counts)
+    source = np.repeat(source, counts)
     block = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
     row0 = np.maximum(bounds[source, 0], block * run)
     row1 = np.minimum(bounds[source, 1], (block + 1) * run)
     widths = bounds[source, 3] - bounds[source, 2]
     moved = block * (period - run) + box.offset * inner
     shifted = np.stack([row0 + moved, row1 + moved, bounds[source, 2], bounds[source, 3]], axis=1)
-    return Rectangles(shifted, at[source] + (row0 - bounds[source, 0]) * widths)
+    return source, Rectangles(shifted, at[source] + (row0 - bounds[source, 0]) * widths)
 
 
 def rectangles_of(box: Box, start: int, count: int) -> Rectangles:
-    """Elements [start, start + count) of the flattened shard `box` as rectangles of the full tensor."""
+    """Elements [start, start + count) of the flattened shard as rectangles of the full tensor."""
     _, columns = matrix(box.shape)
     _, pieces = cut(np.array([start]), np.array([start + count]), np.array([columns]))
-    return shift(pieces, box)
+    return shift(pieces, box)[1]
 
 
 def overlaps(wanted: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

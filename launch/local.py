@@ -1,6 +1,6 @@
 """`make pretrain`: check everything in one short process, then become the run.
 
-    compose -> layout -> DeepSpeed JSON -> run folder -> corpus -> exec: python pretrain.py, or torchrun
+    compose -> layout -> DeepSpeed JSON -> run folder -> corpus -> exec: pretrain.py, or torchrun
 
 The one rule: what can be refused is refused here, before any rank starts, with every problem at
 once. Imports no torch; the process that trains replaces this one, so its signals and its exit
@@ -27,7 +27,7 @@ REFUSED = 93
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m launch.local --nproc N -- recipe=... overrides`; returns only to refuse."""
+    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns only to refuse."""
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="1", help="ranks on this machine")
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")

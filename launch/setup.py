@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     """Entry of the two commands above; returns the exit status."""
     if sys.version_info < OLDEST_PYTHON:
         return _fail(
-            f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose another"
-            " one: make PYTHON=/path/to/python3.11 ..."
+            f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose"
+            " another one: make PYTHON=/path/to/python3.11 ..."
         )
     if arguments == ["--check"]:
         return check()
@@ -43,14 +43,14 @@ def make_venv(folder: Path) -> int:
     if launched_by_cluster():
         return _fail(
             "this process was started by torchrun or SLURM and nothing is installed then; run"
-            " `make test` or any other verb once on a login node, or name an interpreter: PYTHON=..."
+            " `make help`'s other verbs once on a login node, or name an interpreter: PYTHON=..."
         )
     (folder / "ready").unlink(missing_ok=True)
     python = folder / "bin" / "python"
     if not python.exists():
         _say(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True)
-    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+    if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
         _say(f"installing {TORCH} (CPU build where the index has one)")
         if not _pip(python, TORCH):
             return 1
@@ -89,7 +89,7 @@ def launched_by_cluster() -> bool:
 
 def _pip(python: Path, *what: str) -> bool:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-    if subprocess.run(command).returncode == 0:
+    if subprocess.run(command, check=False).returncode == 0:
         return True
     _fail(
         f"pip could not install {' '.join(what)}; its message is above. The next try goes on here"

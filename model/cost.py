@@ -16,9 +16,10 @@ from dataclasses import dataclass
 BYTES = {"bf16": 2, "fp32": 4}
 
 # Logits that `model.loss` holds at one time. CPU: 16 MiB of fp32, which stays in the last-level
-# cache (N=2048, V=8192, H=256, one AVX2 core: 414 ms with 512 tokens per chunk, 447 with 1024, 469
-# with 64). Elsewhere: 512 MiB, because every chunk also reads and writes the whole fp32 weight
-# gradient, which thousands of tokens of matrix product outweigh.
+# cache (forward and backward at N=2048, V=8192, H=256 on one AVX2 core: 381 ms with 256 tokens per
+# chunk, 400 with 512, 426 with 1024, 511 for the plain form; small chunks lose to thread barriers).
+# Elsewhere: 512 MiB, because every chunk also reads and writes the whole fp32 weight gradient,
+# which thousands of tokens of matrix product outweigh.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
 

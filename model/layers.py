@@ -8,18 +8,14 @@ drawing them here first would cost minutes at 7B.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@cache
-def cpu_has_bf16_matmul() -> bool:
-    """Whether oneDNN runs bf16 matrix products on this CPU (AVX-512 or Arm bf16)."""
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(probe and probe())
+# Whether oneDNN runs bf16 matrix products on this CPU (AVX-512 or Arm bf16); a build without oneDNN
+# lacks the question. Asked once: a compiled block must not call out.
+_bf16_probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+CPU_HAS_BF16_PRODUCTS = bool(_bf16_probe and _bf16_probe())
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -30,9 +26,8 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     8192x256 on one AVX2 core: 10.7 s against 0.1 s). Products in fp32, rounded once, are also the
     more exact ones.
     """
-    if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and not cpu_has_bf16_matmul():
-        return torch.float32
-    return tensor.dtype
+    is_slow = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return torch.float32 if is_slow and not CPU_HAS_BF16_PRODUCTS else tensor.dtype
 
 
 class _WideProduct(torch.autograd.Function):

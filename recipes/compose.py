@@ -65,7 +65,7 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
     try:
         tree, origins = _hydra(path, choices)
     except CONFIG_ERRORS as error:
-        raise UserError(*problems, f"{_shown(path)}: {_one_line(error)}") from None
+        raise UserError(*problems, f"{_shown(path)}: {_reason(error)}") from None
     problems += [line for change in changes for line in _apply(tree, origins, change)]
     problems += [f"{key}: hydra settings are not used" for key in origins if _is_hydra(key)]
     values, missing, broken = _plain(tree)
@@ -275,6 +275,15 @@ def _listed(value: Any) -> Any:
 
 def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _reason(error: Exception) -> str:
+    """Hydra's reason, in our words where its way out does not exist here."""
+    found = re.search(r"Could not override '(\w+)'\.\s+No match", str(error))
+    if found:
+        group = found.group(1)
+        return f"its defaults list has no {group}; set single knobs, {group}.NAME=..., instead"
+    return _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

