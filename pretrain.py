@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from data.build import ensure
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
 from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
-from parallel.layout import startable
+from parallel.layout import Layout, startable
 from recipes.compose import compose_command, recipe_yaml
 from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
@@ -64,6 +63,8 @@ class Run:
     recipe: Recipe
     settled: Settled
     stream: Stream
+    data_rank: int
+    held_out: list[Batch]
     engine: Engine
     process: process.Process
     folder: Path
@@ -79,16 +80,17 @@ def prepare(arguments: list[str]) -> Run:
     startable(settled.layout)
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_existing(folder)
-    for source in recipe.data.sources.values():
-        ensure(source, ROOT)  # one rank of each host builds, the others wait for its lock
-
-    me = process.start(recipe.cluster)
+    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
+    place = settled.layout.coordinates(process.launched_rank())
+    held_out = evaluation_batches(recipe, settled.layout, stream, place.data)
+
+    me = process.start(recipe.cluster)
     engine = build(recipe, settled.layout, settled.config, me)
-    run = Run(recipe, settled, stream, engine, me, folder, warnings)
+    run = Run(recipe, settled, stream, place.data, held_out, engine, me, folder, warnings)
     process.first_does(lambda: run_folder.claim(folder, description(run)))
     return run
 
@@ -97,9 +99,7 @@ def train(run: Run) -> None:
     """The loop: one turn per step."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    place = layout.coordinates(me.rank)
     record = Record(run) if me.is_first else None
-    held_out = evaluation_batches(run)
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
         record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
@@ -107,7 +107,9 @@ def train(run: Run) -> None:
     late: Finished | None = None
     skips_in_a_row = 0
 
-    with run.stream.prefetch(1, last_step, place.data, layout.data, layout.micro_batch) as batches:
+    with run.stream.prefetch(
+        1, last_step, run.data_rank, layout.data, layout.micro_batch
+    ) as batches:
         clock.start()
         for step in range(1, last_step + 1):
             with clock.phase("data"):
@@ -119,9 +121,11 @@ def train(run: Run) -> None:
                 micro_batches, data.num_targets, data.num_tokens, clock.phase
             )
             val_loss = None
-            if held_out and (step == last_step or is_due(step, recipe.eval_every)):
+            if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
                 with clock.phase("eval"):
-                    val_loss = engine.evaluate(to_device(batch, me.device) for batch in held_out)
+                    val_loss = engine.evaluate(
+                        to_device(batch, me.device) for batch in run.held_out
+                    )
             finished = Finished(data, lr, result, clock.finish(), val_loss)
 
             collector.add(data, is_last=step == last_step)
@@ -133,10 +137,11 @@ def train(run: Run) -> None:
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
             if skips_in_a_row >= recipe.optim.max_skips:
+                collector.flush()
                 if record:
                     record.write(finished)
                     record.close("stopped")
-                raise UserError(stopped_by_skips(run, step, skips_in_a_row))
+                raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
     if record:
         record.write(late)
         record.close("finished")
@@ -157,13 +162,13 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluation_batches(run: Run) -> list[Batch]:
-    """This rank's held-out micro-batches, the same at every evaluation; none with eval_tokens=0."""
-    layout, recipe = run.settled.layout, run.recipe
+def evaluation_batches(
+    recipe: Recipe, layout: Layout, stream: Stream, data_rank: int
+) -> list[Batch]:
+    """One rank's held-out micro-batches, the same at every evaluation; none with eval_tokens=0."""
     if recipe.eval_tokens == 0:
         return []
-    place = layout.coordinates(run.process.rank)
-    return run.stream.evaluation(place.data, layout.data, layout.micro_batch, recipe.eval_tokens)
+    return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
 def description(run: Run) -> dict[str, str | dict]:

@@ -110,7 +110,7 @@ def treatment(key: str) -> str:
 
 
 def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value that is no mapping}; an empty mapping is a value."""
+    """{dotted key: value that is no mapping}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

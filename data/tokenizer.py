@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from data.shardfile import PublishedFile
 from recipes.schema import UserError
 
 EOD_TOKEN = "<|endoftext|>"
@@ -85,10 +86,12 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Write a folder that `load_tokenizer` and transformers' AutoTokenizer open."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKENIZER_FILE).write_text(self.definition, encoding="utf-8")
         config = dict(self.config, eos_token=self.eod_token)
         text = json.dumps(config, indent=1, sort_keys=True, ensure_ascii=False)
-        (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        for name, content in ((TOKENIZER_FILE, self.definition), (CONFIG_FILE, text + "\n")):
+            file = PublishedFile(folder / name)
+            file.write(content.encode())
+            file.publish()
 
     def _id_of(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)

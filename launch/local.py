@@ -14,11 +14,13 @@ import os
 import sys
 from pathlib import Path
 
-from data.build import ensure
 from data.schedule import read_schedule
+from data.stream import open_stream
 from parallel.layout import startable
 from recipes.compose import compose_command
 from recipes.schema import UserError
+from runtime.engine_check import confirm
+from runtime.mirror import require_wandb
 from runtime.run_folder import refuse_existing
 from runtime.settle import settle
 
@@ -56,9 +58,14 @@ def check(words: list[str], ranks: int) -> None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, ranks, schedule)
     startable(settled.layout)
+    confirm(settled.config)
     refuse_existing(ROOT / "runs" / recipe.run)
-    for source in recipe.data.sources.values():
-        ensure(source, ROOT)
+    if recipe.log.wandb is not None:
+        require_wandb(recipe.log.wandb)
+    stream = open_stream(
+        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
+    )
+    stream.check(settled.last_step)
 
 
 def command_of(ranks: int, words: list[str]) -> list[str]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# From the submodule: importing the name from the package runs its lazy loader first, which costs
-# more at start-up.
 from transformers.configuration_utils import PretrainedConfig
 
 # (qkv_bias, qk_norm) -> the Hugging Face family with exactly these weights.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
-
-# From the submodule: see model/config.py.
 from transformers.modeling_utils import PreTrainedModel
 
 from model.attention import Attend, attention, prepare, rotate

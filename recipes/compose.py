@@ -154,6 +154,8 @@ def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str],
 def _refusal(text: str, parsed: Any) -> str | None:
     """Why a well-formed override is not taken, or None."""
     key = parsed.key_or_group
+    if not all(key.split(".")):
+        return f"override {text!r} is malformed (no name before =); write knob=value"
     if _is_hydra(key):
         return f"override {text!r}: hydra settings are not used; runs go to runs/<run> (run=NAME)"
     if parsed.package is not None or "/" in key:

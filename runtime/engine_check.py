@@ -9,6 +9,7 @@ input and prints a list of problems; exit status 0 = none, 3 = some.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -151,7 +152,8 @@ def _write(memo: Path, keys: list[str]) -> None:
         fresh.write_text(json.dumps(keys))
         fresh.replace(memo)
     except OSError:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ def start(cluster: Cluster) -> Process:
     world, rank = launched_world(), launched_rank()
     local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
     local_world = _number("LOCAL_WORLD_SIZE", None, default=min(world, _slurm_tasks_per_node()))
-    device = choose_device(cluster, local_rank)
+    device = choose_device(cluster, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -78,7 +78,7 @@ def start(cluster: Cluster) -> Process:
     return Process(rank, world, local_rank, local_world, device)
 
 
-def choose_device(cluster: Cluster, local_rank: int) -> torch.device:
+def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.device:
     """cuda:<local rank> or cpu, as the recipe and the machine allow.
 
     Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that this
@@ -88,10 +88,10 @@ def choose_device(cluster: Cluster, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        if local_rank >= count:
+        if local_world > count:
             raise UserError(
-                f"local rank {local_rank} has no GPU: this host shows {count}; start at most {count}"
-                " ranks on it (NPROC), or set cluster.device=cpu"
+                f"{local_world} ranks were started on a host that shows {count} GPUs; start at most"
+                f" {count} on it (NPROC={count}), or set cluster.device=cpu"
             )
         return torch.device("cuda", local_rank)
     seen = visible_gpus()
@@ -136,16 +136,20 @@ def first_does(action: Callable[[], object]) -> None:
 
 
 def report(error: UserError) -> None:
-    """Print what the user can put right: once where all ranks know it, else with the rank's number.
+    """Print what the user can put right, and no more often than it helps.
 
-    Before the ranks have joined, each of them refuses the same recipe for the same reason.
+    Before the ranks have joined, all ranks of a host find the same problem, and the first of them
+    prints it. Later a problem is either shared, and rank 0 prints it, or one rank's own.
     """
-    is_shared = isinstance(error, Shared) or not dist.is_initialized()
-    if is_shared and launched_rank() != 0:
-        return
-    where = "" if is_shared or launched_world() == 1 else f"rank {launched_rank()}: "
-    for problem in error.problems:
-        print(f"refused: {where}{problem}", file=sys.stderr, flush=True)
+    rank, local_rank = launched_rank(), _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    if isinstance(error, Shared):
+        is_printed = rank == 0
+    else:
+        is_printed = dist.is_initialized() or local_rank == 0
+    if is_printed:
+        where = f"rank {rank}: " if rank else ""
+        for problem in error.problems:
+            print(f"refused: {where}{problem}", file=sys.stderr, flush=True)
 
 
 def finish() -> None:

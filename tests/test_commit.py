@@ -82,14 +82,16 @@ def test_a_run_without_a_checkpoint_loads_nothing(tmp_path):
 
 
 def moments(run):
-    """Every (moment, rank) of one save, in the order they came up on each rank."""
+    """Every (moment, rank, how often before) of a save that also removes an old checkpoint."""
     seen, lock = [], threading.Lock()
 
     def point(name, rank):
         with lock:
             seen.append((name, rank, sum(one[:2] == (name, rank) for one in seen)))
 
-    assert all(report.ok for report in save_on_all(run, 1, point))
+    assert all(report.ok for report in save_on_all(run, 1))
+    assert all(report.ok for report in save_on_all(run, 2, point, keep=Keep(newest=1)))
+    assert steps(run) == [2]
     return sorted(seen)
 
 
@@ -97,7 +99,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     """Every open, write, fsync, rename, exchange and commit x every rank: old or new, never mixed."""
     found = moments(tmp_path / "probe")
     names = {name.split()[0] for name, _, _ in found}
-    assert names == {"open", "write", "fsync", "rename", "commit", "exchange"}
+    assert names == {"open", "write", "fsync", "rename", "remove", "commit", "exchange"}
     assert {rank for _, rank, _ in found} == set(range(WORLD))
     outcomes = set()
     for number, (name, victim, occurrence) in enumerate(found):
@@ -111,7 +113,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
                 if len(count) == occurrence + 1:
                     raise Killed
 
-        results = save_on_all(run, 2, point)
+        results = save_on_all(run, 2, point, keep=Keep(newest=1))
         assert isinstance(results[victim], Killed)
         assert not any(getattr(r, "ok", False) for i, r in enumerate(results) if i != victim)
         loaded, same = load_on_all(run)
@@ -122,7 +124,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert hint in ("step-00000001", loaded[0].folder.name)
         # The relaunched run goes on: leftovers are swept, the next save works.
         assert all(report.ok for report in save_on_all(run, 3)), (name, victim)
-        assert not list((run / "checkpoints").glob("*.tmp-*"))
+        assert not list((run / "checkpoints").glob("*.*-*"))
     assert outcomes == {1, 2}
     print(f"\n{len(found)} kill points on {WORLD} ranks")
 

@@ -46,6 +46,7 @@ def test_leaving_early_ends_the_thread_even_when_it_waits_for_room():
         with Prefetch(lambda key: key, range(10**9), depth=2) as items:
             assert len(threads()) == 1
             assert next(items) == 0
+            time.sleep(0.1)  # by now the queue is full and the thread waits
             raise KeyError(items)
 
     with pytest.raises(KeyError) as caught:

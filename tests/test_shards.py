@@ -93,7 +93,8 @@ def test_a_flipped_bit_is_found_at_first_touch_of_its_block_only(tmp_path, monke
         split.read(np.array([0, 60]), 5)
     with pytest.raises(UserError, match="damaged"):  # and again: a bad block never becomes good
         split.read(np.array([95]), 1)
-    with pytest.raises(UserError, match="damaged"):  # in the middle of a long range
+    assert split.read(np.array([195]), 4).tolist() == [[196, 197, 198, 199]]
+    with pytest.raises(UserError, match="damaged"):  # in the middle of a range with good ends
         split.read(np.array([0]), 199)
 
 

@@ -92,6 +92,16 @@ def test_resume_in_the_middle_gives_what_an_unbroken_run_gives(root):
     assert len(set(hashes)) == 120
 
 
+def test_steps_asked_in_any_order_give_the_same_batches(root, monkeypatch):
+    """Rewinds and jumps, with a look-ahead so short that each of them leaves it."""
+    sources = {"prose": 3, "code": 1}
+    in_order = [global_batch(stream_of(root, sources), step, 1, 8) for step in range(1, 13)]
+    monkeypatch.setattr("data.stream.LOCATE_AHEAD", 10)
+    stream = stream_of(root, sources)
+    for step in (12, 1, 2, 3, 2, 7, 6, 5, 12, 11):
+        assert global_batch(stream, step, 1, 8) == in_order[step - 1]
+
+
 def test_ranks_take_contiguous_micro_batches_of_each_slab():
     taken = [own_positions(12, rank, 3, 2).tolist() for rank in range(3)]
     assert taken == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]

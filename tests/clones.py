@@ -1,0 +1,40 @@
+"""A copy of the project in a folder of its own, so that whole-run tests never touch runs/ here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ranks import ROOT, run_command
+
+# A model of 50,000 parameters on the Markov source: a step takes milliseconds.
+SMALL = (
+    "recipe=tiny data=synthetic model.vocab_size=64 model.hidden_size=32 model.intermediate_size=64"
+    " seq_len=64 batch_tokens=512 micro_batch=2 eval_every=5 eval_tokens=2048"
+).split()
+
+
+def make_clone(folder: Path) -> Path:
+    """Copy what git would clone, uncommitted changes included, into `folder`."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.splitlines()):
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def start(
+    clone: Path, *words: str, nproc: int = 1, timeout_s: float = 120, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """What `make pretrain` starts, in `clone`, with the overrides of a small run first."""
+    command = [sys.executable, "-m", "launch.local", "--nproc", str(nproc), "--", *SMALL, *words]
+    return run_command(command, timeout_s, cwd=clone, PYTHONPATH=str(clone), **extra)

@@ -1,0 +1,93 @@
+"""What each DeepSpeed JSON builds and sends, and that a poisoned step is the same in every one.
+
+One launch on two ranks (engine_worker.py); the table of numbers is printed with `pytest -s`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+WIDTH = {"fp32": 4, "bf16": 2}
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def cases(short_documents, tmp_path_factory) -> dict[str, dict]:
+    out = tmp_path_factory.mktemp("engine") / "out.json"
+    found = run_ranks(WORKER, RANKS, 280, str(out), str(short_documents))
+    for name, case in found.items():
+        print(f"\n{name}: {case['class']}")
+        for collective, calls in by_name(case).items():
+            total = sum(size for size, _ in calls)
+            early = sum(in_backward for _, in_backward in calls)
+            print(f"  {len(calls):3d} {collective:24s} {total:8d} bytes, {early} in backward")
+    return found
+
+
+def by_name(case: dict) -> dict[str, list[tuple[int, bool]]]:
+    """Collectives that carry weights or gradients; a few bytes are flags and norms."""
+    calls = defaultdict(list)
+    for name, size, in_backward in case["collectives"]:
+        if size > 16 and name != "broadcast":
+            calls[name].append((size, in_backward))
+    return calls
+
+
+def sent(case: dict, name: str) -> int:
+    return sum(size for size, _ in by_name(case)[name])
+
+
+def test_the_optimizer_class_is_the_one_foretold(cases):
+    for name, case in cases.items():
+        assert case["class"] == case["expected_class"], name
+    assert cases["bf16 zero1 acc2"]["class"] == "BF16_Optimizer"
+    assert cases["bf16 zero1 acc1"]["class"] == "DeepSpeedZeroOptimizer"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_are_sent_once_per_step_in_stage_1_and_per_micro_batch_above(
+    cases, precision, accumulation
+):
+    for stage in (1, 2, 3):
+        case = cases[f"{precision} zero{stage} acc{accumulation}"]
+        # 16-bit gradients travel as they are; sums over micro-batches are kept and sent in fp32.
+        width = 4 if precision == "fp32" or accumulation > 1 else 2
+        times = 1 if stage == 1 else accumulation
+        name = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
+        assert sent(case, name) == times * width * case["parameters"], (name, stage)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_are_gathered_once_per_step_where_they_are_small(cases, precision, stage):
+    """Stage 3 keeps parameters below stage3_param_persistence_threshold, here all, gathered."""
+    for accumulation in (1, 2):
+        case = cases[f"{precision} zero{stage} acc{accumulation}"]
+        gathered = sent(case, "all_gather_into_tensor")
+        assert gathered == WIDTH[precision] * case["parameters"]
+
+
+def test_what_starts_before_backward_ends(cases):
+    """Whole buckets leave from hooks while autograd runs: in stages 2 and 3 always, in stage 1 with
+    overlap_comm. BF16_Optimizer sends everything after the last backward."""
+    for precision in ("fp32", "bf16"):
+        for stage, settings in ((1, "overlap"), (2, "plain"), (2, "overlap"), (3, "plain")):
+            case = cases[f"{precision} zero{stage} buckets {settings}"]
+            name = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
+            assert sum(early for _, early in by_name(case)[name]) >= 2, (stage, settings)
+    for name in ("fp32 zero1 buckets plain", "bf16 zero1 buckets plain", "bf16 zero1 acc2"):
+        assert not any(early for _, _, early in cases[name]["collectives"]), name
+
+
+def test_a_step_that_is_not_finite_is_skipped_alike_in_every_case(cases):
+    for name, case in cases.items():
+        assert case["poisoned"] == {"skipped": True, "finite_norm": False, "finite_loss": False}
+        assert case["unchanged"], name
+        assert case["healed"] == {"skipped": False, "finite_norm": True, "finite_loss": True}
+        assert case["moved"], name

@@ -1,0 +1,245 @@
+"""The run from end to end, as a user starts it, in a clone whose path has a blank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from clones import SMALL, make_clone, start
+from ranks import environment, run_command
+
+from data.ledger import read_ledger
+from runtime.records import read_events, read_metrics
+
+FINISHED, REFUSED = 0, 93
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("a clone"))
+
+
+@pytest.fixture(scope="module")
+def pair(clone) -> Path:
+    """A finished run on two ranks."""
+    done = start(clone, "run=pair", "steps=12", "zero=2", nproc=2)
+    assert done.returncode == FINISHED, done.stdout
+    assert "step  1/12" in done.stdout
+    assert "step 12/12" in done.stdout
+    return clone / "runs" / "pair"
+
+
+def test_a_run_leaves_the_folder_that_is_promised(pair):
+    names = {path.name for path in pair.iterdir()}
+    assert names == {
+        "recipe.yaml",
+        "layout.json",
+        "ds_config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "ledger",
+        "tensorboard",
+    }
+    config = json.loads((pair / "ds_config.json").read_text())
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["train_batch_size"] == 8
+    assert json.loads((pair / "layout.json").read_text())["data"] == 2
+    assert json.loads((pair / "environment.json").read_text())["torch"]
+    assert [event["kind"] for event in read_events(pair)] == ["life", "finished"]
+
+
+def test_each_step_is_recorded_once_with_matching_numbers(pair):
+    lines = read_metrics(pair / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "val_loss" in line] == [5, 10, 12]
+    assert [line["tokens"] for line in lines] == [512 * step for step in range(1, 13)]
+    for line in lines:
+        assert line["tokens_per_s"] == pytest.approx(2 * line["tokens_per_s_per_rank"])
+        assert line["accumulation"] == 2
+        assert not line["skipped"]
+    ledger = list(read_ledger(pair / "ledger"))
+    assert [(line["step"], line["samples"]) for line in ledger] == [
+        (step, [8 * (step - 1), 8 * step]) for step in range(1, 13)
+    ]
+    assert [line["targets"] for line in ledger] == [line["targets"] for line in lines]
+
+
+def test_only_rank_0_writes(pair):
+    assert len(list((pair / "tensorboard").rglob("*tfevents*"))) == 1
+
+
+def test_the_recorded_recipe_gives_the_same_run_under_another_layout(clone, pair):
+    words = ["recipe=runs/pair/recipe.yaml", "run=again", "zero=3", "micro_batch=8"]
+    command = [sys.executable, "pretrain.py", *words]
+    done = run_command(command, 120, cwd=clone, PYTHONPATH=str(clone))
+    assert done.returncode == FINISHED, done.stdout
+    again = clone / "runs" / "again"
+    for one, two in zip(
+        read_metrics(pair / "metrics.jsonl"), read_metrics(again / "metrics.jsonl"), strict=True
+    ):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert two["lr"] == one["lr"]
+        assert two.get("val_loss", 0) == pytest.approx(one.get("val_loss", 0), rel=1e-6)
+    assert [line["batch_hash"] for line in read_ledger(pair / "ledger")] == [
+        line["batch_hash"] for line in read_ledger(again / "ledger")
+    ]
+
+
+def test_a_ramp_changes_the_batch_in_the_middle_of_a_run(clone):
+    done = start(clone, "run=ramp", "steps=5", "batch_tokens=[[0,128],[3,512]]", "eval_tokens=0")
+    assert done.returncode == FINISHED, done.stdout
+    lines = read_metrics(clone / "runs" / "ramp" / "metrics.jsonl")
+    assert [line["tokens_per_step"] for line in lines] == [128, 128, 128, 512, 512]
+    assert [line["accumulation"] for line in lines] == [1, 1, 1, 4, 4]
+
+
+def test_stop_after_ends_early_on_the_same_schedule(clone):
+    for run, extra in (("whole", []), ("part", ["stop_after=3"])):
+        done = start(clone, f"run={run}", "steps=6", "eval_tokens=0", *extra)
+        assert done.returncode == FINISHED, done.stdout
+    whole, part = (
+        read_metrics(clone / "runs" / run / "metrics.jsonl") for run in ("whole", "part")
+    )
+    assert [line["lr"] for line in part] == [line["lr"] for line in whole][:3]
+    assert [line["loss"] for line in part] == [line["loss"] for line in whole][:3]
+
+
+REFUSALS = {
+    "batch_tokens=500": ["batch_tokens=500", "448 or 512"],
+    "zero=0": ["stage 0"],
+    "zero=4": ["zero=4"],
+    "precision=fp16": ["fp16"],
+    "warmup=50": ["warmup=50", "12"],
+    "optim.weight_deccay=1": ["optim.weight_deccay", "did you mean optim.weight_decay"],
+    "ds.gradient_cliping=1": ["gradient_cliping", "gradient_clipping"],
+    "ds.zero_optimization.stag=1": ["stag", "stage"],
+    "ds.zero_optimization.reduce_bucket_size=0": ["reduce_bucket_size"],
+    "parallel.tensor=2": ["world=1", "nearest: 2 ranks"],
+    "model.vocab_size=32": ["32"],
+    "run=../x": ["run="],
+    "model=llama-900b": ["llama-900b"],
+    "data.sources.synthetic.corpus=corpora/nowhere data.sources.synthetic.build=null": ["nowhere"],
+    "log.wandb=project": ["wandb"],
+    "cluster.device=cuda": ["cuda"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_input_is_refused_in_seconds_and_leaves_nothing(clone, words, pair):
+    before = sorted(path.name for path in (clone / "runs").iterdir())
+    began = time.monotonic()
+    done = start(clone, "run=refused", "steps=12", *words.split(), nproc=1)
+    assert done.returncode == REFUSED, done.stdout
+    assert time.monotonic() - began < 60
+    for part in REFUSALS[words]:
+        assert part in done.stdout
+    assert "Traceback" not in done.stdout
+    assert sorted(path.name for path in (clone / "runs").iterdir()) == before
+
+
+def test_axes_that_cannot_run_yet_are_refused(clone, pair):
+    done = start(clone, "run=refused", "steps=12", "parallel.tensor=2", nproc=2)
+    assert done.returncode == REFUSED
+    assert "parallel.tensor=2 can be shown but not started" in done.stdout
+
+
+def test_a_refusal_on_two_ranks_prints_one_message_and_ends_all(clone, pair):
+    """Started by torchrun directly, where no launcher checks first."""
+    words = [*SMALL, "run=refused", "steps=12", "zero=4"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, "pretrain.py", *words]
+    done = run_command(command, 120, cwd=clone, PYTHONPATH=str(clone))
+    assert done.returncode != 0
+    assert done.stdout.count("refused: zero=4") == 1
+    assert not (clone / "runs" / "refused").exists()
+
+
+def test_make_passes_the_failure_on(clone):
+    command = ["make", f"PYTHON={sys.executable}", "pretrain", "OVERRIDES=zerro=3 run=refused"]
+    done = run_command(command, 60, cwd=clone, PYTHONPATH=str(clone))
+    assert done.returncode == 2
+    assert "did you mean zero" in done.stdout
+    assert not (clone / "runs" / "refused").exists()
+
+
+def test_a_run_is_never_overwritten(clone, pair):
+    before = (pair / "metrics.jsonl").read_bytes()
+    done = start(clone, "run=pair", "steps=3")
+    assert done.returncode == REFUSED
+    assert "run=pair-2" in done.stdout
+    assert (pair / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):
+    command = [sys.executable, "pretrain.py", *SMALL, "run=twins", "steps=8", "eval_tokens=0"]
+    options = dict(
+        cwd=clone,
+        env=environment(PYTHONPATH=str(clone)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    twins = [subprocess.Popen(command, **options) for _ in range(2)]
+    outputs = [twin.communicate(timeout=120)[0] for twin in twins]
+    assert sorted(twin.returncode for twin in twins) == [FINISHED, REFUSED], outputs
+    lines = read_metrics(clone / "runs" / "twins" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+
+
+def test_srun_variables_are_understood(clone):
+    """Two processes as srun would start them, with its variables and no launcher of ours."""
+    command = [sys.executable, "pretrain.py", *SMALL, "run=slurm", "steps=2", "eval_tokens=0"]
+    processes = []
+    for rank in range(2):
+        slurm = dict(
+            SLURM_STEP_ID="0",
+            SLURM_JOB_ID=str(10_000 + os.getpid() % 5_000),
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_NTASKS="2",
+            SLURM_TASKS_PER_NODE="2",
+            SLURM_STEP_NODELIST="localhost",
+        )
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=clone,
+                env=environment(PYTHONPATH=str(clone), **slurm),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [FINISHED, FINISHED], outputs
+    layout = json.loads((clone / "runs" / "slurm" / "layout.json").read_text())
+    assert layout["data"] == 2
+
+
+def test_a_damaged_block_ends_every_rank_before_it_is_used(clone, pair):
+    """One flipped byte in the middle of the tokens: sizes and index still fit."""
+    damaged = clone / "corpora" / "damaged"
+    subprocess.run(["cp", "-r", str(clone / "corpora" / "synthetic"), str(damaged)], check=True)
+    (shard,) = damaged.glob("train-*.bin")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    done = start(
+        clone,
+        "run=damaged",
+        "steps=12",
+        "data.sources.synthetic.corpus=corpora/damaged",
+        nproc=2,
+    )
+    assert done.returncode != 0
+    assert f"{shard.name}" in done.stdout
+    assert "expected" in done.stdout
+    metrics = clone / "runs" / "damaged" / "metrics.jsonl"
+    assert not metrics.exists() or not read_metrics(metrics)

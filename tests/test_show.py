@@ -1,0 +1,128 @@
+"""`make show` and `make recipes`: what they print, and that they start and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_command
+
+from recipes import list as recipes_list
+from recipes import show
+from recipes.compose import dishes
+from recipes.schema import UserError
+from recipes.table import scaled, table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def unasked(monkeypatch):
+    """DeepSpeed's own check has its tests; here it would only cost its import."""
+    monkeypatch.setattr(show, "confirm", lambda config: None)
+
+
+@pytest.mark.parametrize("dish", dishes())
+def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(dish):
+    shown = show.collect(dish, [])
+    text = show.text(shown)
+    assert json.loads(json.dumps(shown)) == shown | {
+        "recipe": json.loads(json.dumps(shown["recipe"]))
+    }
+    for part in ("recipes/" + dish + ".yaml", "layout", "train_batch_size", "bytes per parameter"):
+        assert part in text
+    assert f"{shown['run']['parameters']:,} parameters" in text
+
+
+def test_the_json_printed_is_the_json_the_engine_gets():
+    shown = show.collect("7b", ["zero=2", "ds.zero_optimization.overlap_comm=true"], 64)
+    text = show.text(shown)
+    assert json.dumps(shown["ds_config"], indent=2) in text
+    assert shown["ds_origins"].keys() == dict(show._leaves(shown["ds_config"])).keys()
+    key = "zero_optimization.overlap_comm"
+    assert shown["ds_origins"][key] == f"ds.{key} (override)"
+    assert shown["layout"]["data"] == 64
+
+
+def test_state_bytes_are_those_of_the_layout():
+    shown = show.collect("7b", ["zero=2"], 64)
+    parts = shown["state"]["bytes_per_parameter"]
+    assert sum(parts.values()) == pytest.approx(2 + 16 / 64)
+    host = show.collect("7b", ["zero=zero3_offload"], 64)["state"]
+    assert host["on_host"] == ["gradients", "master", "moments"]
+    cut = show.collect("70b", [], 1024)["state"]
+    assert cut["parameters_of_rank"] == pytest.approx(70.55e9 / 64, rel=1e-3)
+
+
+def test_axes_that_cannot_start_yet_are_shown_with_a_warning():
+    shown = show.collect("70b", [], 1024)
+    assert (shown["layout"]["tensor"], shown["layout"]["pipeline"]) == (8, 8)
+    assert shown["layout"]["data"] == 16
+    assert any("cannot be started" in line or "not started" in line for line in shown["warnings"])
+
+
+def test_a_run_far_from_compute_optimal_is_warned_about():
+    far = show.collect("1b", ["tokens=1e9"], 8)
+    assert any("per parameter" in line for line in far["warnings"])
+    assert not show.collect("1b", [], 8)["warnings"]
+
+
+def test_an_absent_corpus_is_said_and_an_existing_one_counted(short_documents, monkeypatch):
+    mine = ["data.sources.mine.corpus=corpora/nowhere"]
+    assert "absent: make it" in show.text(show.collect("125m", mine))
+    words = ["data=mine", f"data.sources.mine.corpus={short_documents}", "seq_len=16"]
+    shown = show.collect("tiny", [*words, "batch_tokens=256"])
+    assert shown["data"][0]["epochs"] > 1
+    assert "epochs" in show.text(shown)
+
+
+def test_problems_of_recipe_layout_and_json_are_refused_without_traceback(capsys):
+    with pytest.raises(UserError) as caught:
+        show.collect("tiny", ["batch_tokens=1000", "zero=zer3"])
+    assert len(caught.value.problems) >= 1
+    assert show.main(["tiny", "micro_bach=1", "zero=0"]) == show.REFUSED
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1].partition("=")[0] for line in lines] == ["micro_bach", "zero"]
+    assert "did you mean micro_batch?" in lines[0]
+
+
+def test_the_json_form_is_one_json_object(capsys):
+    assert show.main(["--world", "4", "--json", "--", "tiny", "zero=3"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ds_config"]["zero_optimization"]["stage"] == 3
+    assert shown["optimizer_class"] == "DeepSpeedZeroOptimizer_Stage3"
+
+
+def test_the_recipes_are_listed_from_small_to_large(capsys):
+    assert recipes_list.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["tiny", "125m", "1b", "7b", "70b"]
+    assert all("make pretrain RECIPE=" in line for line in lines[1:])
+
+
+def test_tables_align_and_counts_are_short():
+    assert table([["a", "bb"], ["ccc", "d"]], indent="") == "a    bb\nccc  d"
+    assert table([]) == ""
+    assert [scaled(n) for n in (7, 4096, 5.05e6, 1.24e9, 2.16e12)] == [
+        "7",
+        "4.1 k",
+        "5.05 M",
+        "1.24 B",
+        "2.16 T",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_typo_through_make_is_one_line_and_leaves_no_run():
+    before = {path.name for path in (ROOT / "runs").glob("*")}
+    for words in (["OVERRIDES=micro_bach=1"], ["OVERRIDES=hydra.rnu.dir=x"], ["RECIPE=tinny"]):
+        command = ["make", "--no-print-directory", "pretrain", f"PYTHON={sys.executable}", *words]
+        done = run_command(command, timeout_s=60)
+        assert done.returncode != 0
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("make: ***")]
+        assert len(lines) == 1, done.stdout
+        assert "did you mean" in lines[0] or "hydra settings" in lines[0]
+    assert {path.name for path in (ROOT / "runs").glob("*")} == before
