@@ -14,7 +14,6 @@ AdamW, SDPA, no cache).
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -259,8 +258,3 @@ CONTENDERS: dict[str, Callable[[Workload, Turns], None]] = {
     "deepspeed": run_deepspeed,
     "documents": run_documents,
 }
-
-
-def is_finite(loss: float) -> bool:
-    """Whether a loss is a number that training can go on from."""
-    return math.isfinite(loss)

@@ -1,6 +1,6 @@
 """From the ranks' sample hashes to the ledger: each rank knows its own samples, the line needs all.
 
-    every rank: add(step) ... add(step) -> every LEDGER_EVERY steps one gather -> rank 0: ledger lines
+    every rank: add(step), add(step), ... -> every few steps one gather -> rank 0: ledger lines
 
 The one rule: every rank gathers after the same steps, so the collective can never be uneven. What a
 killed run had not gathered yet is trained, and recorded, again after its last checkpoint.

@@ -18,8 +18,8 @@ TENSORS = ("input_ids", "labels", "segment_ids", "cu_seqlens")
 def to_device(batch: Any, device: torch.device) -> dict[str, Any]:
     """The decoder's keyword arguments for one micro-batch of `data.stream`.
 
-    input_ids, labels: (micro_batch, seq_len) int64; segment_ids the same, int32; cu_seqlens: int32 of
-    fixed length; max_seqlen stays a Python int, so that no kernel launch has to ask the device.
+    input_ids, labels: (micro_batch, seq_len) int64; segment_ids the same, int32; cu_seqlens: int32
+    of fixed length; max_seqlen stays a Python int, so that no kernel launch has to ask the device.
     """
     moved: dict[str, Any] = {"max_seqlen": batch.max_seqlen}
     for name in TENSORS:

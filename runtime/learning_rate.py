@@ -23,8 +23,9 @@ def warmup_steps(warmup: float | int, total_steps: int) -> int:
         return round(warmup * total_steps)
     if warmup > total_steps:
         raise UserError(
-            f"warmup={warmup} steps is longer than the run of {total_steps} steps: the peak learning"
-            f" rate would never be reached; give at most {total_steps}, or a fraction such as 0.01"
+            f"warmup={warmup} steps is longer than the run of {total_steps} steps: the peak"
+            f" learning rate would never be reached; give at most {total_steps}, or a fraction such"
+            " as 0.01"
         )
     return int(warmup)
 
@@ -33,10 +34,10 @@ def learning_rate(step: int, optim: Optim, warmup: int, total_steps: int) -> flo
     """Learning rate of update `step` (1-based), for `warmup` warm-up steps of `total_steps`.
 
     The warm-up is linear and reaches the peak exactly at step `warmup`; step 1 has peak / warmup,
-    never 0. After it, the shape runs from the peak down to `final_lr_ratio` x peak at the last step.
-    Shapes: cosine (Loshchilov and Hutter 2017, one half period), linear, wsd = warm-up, stable, decay
-    (linear decay over the last `decay` share of the run, Hu et al. 2024), constant. A step past the
-    end keeps the last value.
+    never 0. After it, the shape runs from the peak to `final_lr_ratio` x peak at the last step.
+    Shapes: cosine (Loshchilov and Hutter 2017, one half period), linear, wsd = warm-up, stable,
+    decay (linear over the last `decay` share of the run, Hu et al. 2024), constant. A step past
+    the end keeps the last value.
     """
     if step < warmup:
         return optim.lr * step / warmup

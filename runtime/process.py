@@ -81,8 +81,8 @@ def start(cluster: Cluster) -> Process:
 def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.device:
     """cuda:<local rank> or cpu, as the recipe and the machine allow.
 
-    Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that this
-    torch cannot use, because training on the CPU beside an idle GPU is never what was meant.
+    Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that
+    this torch cannot use: training on the CPU beside an idle GPU is never what was meant.
     """
     if cluster.device == "cpu":
         return torch.device("cpu")
@@ -103,8 +103,8 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
         )
     if cluster.device == "cuda":
         raise UserError(
-            f"cluster.device=cuda but torch {torch.__version__} sees no CUDA device; check the driver"
-            " (nvidia-smi) and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+            f"cluster.device=cuda but torch {torch.__version__} sees no CUDA device; check the"
+            " driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
     return torch.device("cpu")
 
@@ -186,7 +186,7 @@ def _export(rank: int, world: int, local_rank: int, local_world: int, device: to
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world,
         "MASTER_ADDR": _slurm_first_host() if _under_srun() else "127.0.0.1",
-        "MASTER_PORT": BASE_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % 10_000,
+        "MASTER_PORT": BASE_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000,
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: `runs/<run>/`, made once, by rank 0, when training is about to begin.
+"""The folder a run leaves behind: `runs/<run>/`, made once, by rank 0, just before training.
 
     recipe.yaml  layout.json  ds_config.json  environment.json      what it was
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
@@ -95,7 +95,11 @@ def _git(root: Path, *arguments: str) -> str | None:
     """Output of a git command, or None where there is no git or no repository."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -32,7 +32,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Settled:
-    """The plan of a run. `last_step` is where it ends now, `total_steps` what the schedule spans."""
+    """The plan of a run: `total_steps` is what the schedule spans, `last_step` where it ends."""
 
     layout: Layout
     engine: EngineConfig

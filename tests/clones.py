@@ -10,10 +10,18 @@ from pathlib import Path
 from ranks import ROOT, run_command
 
 # A model of 50,000 parameters on the Markov source: a step takes milliseconds.
-SMALL = (
-    "recipe=tiny data=synthetic model.vocab_size=64 model.hidden_size=32 model.intermediate_size=64"
-    " seq_len=64 batch_tokens=512 micro_batch=2 eval_every=5 eval_tokens=2048"
-).split()
+SMALL = [
+    "recipe=tiny",
+    "data=synthetic",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "seq_len=64",
+    "batch_tokens=512",
+    "micro_batch=2",
+    "eval_every=5",
+    "eval_tokens=2048",
+]
 
 
 def make_clone(folder: Path) -> Path:

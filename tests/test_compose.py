@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
@@ -307,6 +308,17 @@ def test_a_command_line_names_one_recipe():
     for wrong in ([], ["recipe=tiny", "recipe=1b"]):
         with pytest.raises(UserError, match="give one recipe=NAME"):
             compose_command(wrong)
+
+
+def test_a_recipe_edited_meanwhile_is_read_again(tmp_path):
+    path = tmp_path / "mine.yaml"
+    written = recipe_yaml(compose("tiny").recipe)
+    for seed in (1, 2):
+        path.write_text(written.replace("seed: 1234", f"seed: {seed}"))
+        os.utime(path, ns=(seed, seed))
+        assert compose(str(path)).recipe.seed == seed
+    compose(str(path), ["ds.x=1", "micro_batch=9"])
+    assert compose(str(path)).recipe.ds == {}
 
 
 def test_composing_creates_no_file_and_changes_no_folder(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from recipes.schema import Optim, UserError
@@ -23,7 +25,7 @@ def test_warmup_climbs_to_the_peak_and_never_starts_at_zero(schedule, warmup):
     values = rates(schedule, warmup)
     assert values[0] == 1.0 / max(warmup, 1)
     assert values[max(warmup, 1) - 1] == 1.0
-    assert all(later <= earlier for earlier, later in zip(values[warmup:], values[warmup + 1 :]))
+    assert all(later <= earlier for earlier, later in pairwise(values[warmup:]))
 
 
 def test_cosine_is_half_way_down_in_the_middle_and_ends_at_the_final_ratio():

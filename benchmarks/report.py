@@ -1,0 +1,180 @@
+"""Arithmetic and tables of the step benchmark: medians, quartiles, paired ratios, the guard.
+
+The one rule: a ratio is taken inside one round, where both contenders ran within the same minute,
+and the median is over rounds; a machine that gets slower for a while then moves both sides. No
+torch here. Units: seconds, tokens/s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Relative difference of losses that counts as the same computation. fp32 sums in another order;
+# bf16 rounds activations in other places (Llama's norm rounds twice, ours once).
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-3}
+BASELINES = ("torch", "trainer")
+# The row with document masks has another loss: fewer targets, other positions.
+OTHER_LOSS = ("documents",)
+TITLES = {
+    "torch": "(a) bare torch loop, LlamaForCausalLM",
+    "trainer": "(b) Hugging Face Trainer + DeepSpeed ZeRO-1",
+    "ours": "(c) this project, zero=1",
+    "deepspeed": "(d) bare DeepSpeed ZeRO-1, LlamaForCausalLM",
+    "documents": "(c) with document masks",
+}
+
+
+class NotTheSame(Exception):
+    """Contenders computed different losses, so their speeds must not be compared."""
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile; of one value three times that value."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, middle, third
+
+
+def check_same_losses(losses: Mapping[str, Sequence[float]], precision: str) -> None:
+    """Raise NotTheSame unless every contender's losses equal those of the first, step by step."""
+    same = {name: seen for name, seen in losses.items() if name not in OTHER_LOSS}
+    reference = next(iter(same))
+    bound = SAME_LOSS[precision]
+    for name, seen in same.items():
+        for step, (loss, expected) in enumerate(zip(seen, same[reference], strict=True), start=1):
+            if not abs(loss - expected) <= bound * abs(expected):  # nan is not the same either
+                raise NotTheSame(
+                    f"step {step}: {name} has loss {loss!r}, {reference} {expected!r}: further apart"
+                    f" than {bound:g} ({precision}); they do not train the same thing"
+                )
+
+
+def round_medians(turns: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each turn."""
+    return [statistics.median(turn) for turn in turns]
+
+
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """theirs / ours per round, both in seconds: above 1 means that ours is faster."""
+    return [their / our for our, their in zip(ours, theirs, strict=True)]
+
+
+def summary(turns: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> dict[str, Any]:
+    """One entry per contender. `turns`: its replies, one per round, warm-up not among them."""
+    wall = {name: round_medians([t["seconds"] for t in given]) for name, given in turns.items()}
+    cpu = {name: round_medians([t["cpu_s"] for t in given]) for name, given in turns.items()}
+    found = {}
+    for name, given in turns.items():
+        steps = [seconds for turn in given for seconds in turn["seconds"]]
+        entry: dict[str, Any] = {
+            "steps": len(steps),
+            "step_s": quartiles(steps),
+            "tokens_per_s": quartiles([tokens / seconds for seconds in steps]),
+            "cpu_s_per_step": quartiles([s for turn in given for s in turn["cpu_s"]]),
+            "peak_host_gib": max(turn["peak_host_gib"] for turn in given),
+            "phases": phase_medians(given),
+            "ratios": {},
+        }
+        for base in BASELINES:
+            if base in turns and base != name:
+                entry["ratios"][base] = {
+                    "wall": quartiles(paired_ratios(wall[name], wall[base])),
+                    "cpu": quartiles(paired_ratios(cpu[name], cpu[base])),
+                }
+        found[name] = entry
+    return found
+
+
+def phase_medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Median seconds of each phase of a step that ever took time; {} where none was measured."""
+    phases = [step for turn in turns for step in turn["phases"]]
+    names = [name for name in (phases[0] if phases else {}) if name not in ("step_s", "is_first")]
+    medians = {name: statistics.median(step[name] for step in phases) for name in names}
+    return {name: seconds for name, seconds in medians.items() if seconds > 0}
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The whole report of `benchmarks.step` as Markdown."""
+    machine = result["machine"]
+    lines = ["# Step benchmark", "", f"`{result['command']}` at commit {result['commit']}.", ""]
+    lines += [f"- {key}: {value}" for key, value in machine.items()]
+    lines += [
+        "",
+        "Rounds of turns, contenders in turn on the same cores; median [quartiles]. Ratios compare"
+        " step times inside a round, above 1 = faster than that baseline; the second number of a"
+        " pair compares the time spent on cores, which other programs on the machine hardly change.",
+    ]
+    for measured in result["measurements"]:
+        lines += ["", *precision_table(measured)]
+    return "\n".join(lines) + "\n"
+
+
+def precision_table(measured: Mapping[str, Any]) -> list[str]:
+    """Table, split and operators of one precision."""
+    work, found = measured["workload"], measured["contenders"]
+    lines = [
+        f"## {work['precision']}, {measured['parameters']:,} parameters, {work['world']} ranks x"
+        f" {work['threads']} threads, {work['accumulation']} x {work['micro_batch']} x"
+        f" {work['seq_len']} tokens per rank and step",
+        "",
+        f"Load average {measured['load_before']} before, {measured['load_after']} after;"
+        f" {measured['rounds']} rounds of {measured['steps_per_turn']} steps. Losses of the first"
+        f" {measured['compared_steps']} steps are equal to {SAME_LOSS[work['precision']]:g}.",
+        "",
+        "| contender | tokens/s | CPU s/step | x (a) wall, CPU | x (b) wall, CPU | peak GiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, entry in found.items():
+        ratios = [ratio_cell(entry["ratios"].get(base)) for base in BASELINES]
+        lines.append(
+            f"| {TITLES[name]} | {spread(entry['tokens_per_s'], '.0f')} |"
+            f" {spread(entry['cpu_s_per_step'], '.3f')} | {ratios[0]} | {ratios[1]} |"
+            f" {entry['peak_host_gib']:.2f} |"
+        )
+    for name, package in measured["missing"].items():
+        lines.append(f"| {TITLES[name]} | not run: `pip install {package}` | | | | |")
+    lines += ["", "Where a step goes, median seconds:", ""]
+    for name, entry in found.items():
+        split = ", ".join(f"{phase[:-2]} {s:.4f}" for phase, s in entry["phases"].items())
+        lines.append(f"- {TITLES[name]}: {split or 'not measured'}")
+    if measured.get("ops"):
+        lines += ["", *ops_table(measured["ops"])]
+    return lines
+
+
+def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Milliseconds per step inside each costly operator, contenders side by side."""
+    totals: dict[str, float] = {}
+    for seen in ops.values():
+        for op, seconds in seen.items():
+            totals[op] = max(totals.get(op, 0.0), seconds)
+    names = list(ops)
+    lines = [
+        "Operators, own milliseconds per step under the profiler (which slows small ones); blank ="
+        " not among that contender's costliest:",
+        "",
+        "| operator | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for op in sorted(totals, key=totals.__getitem__, reverse=True):
+        cells = [f"{ops[name][op] * 1e3:.1f}" if op in ops[name] else "" for name in names]
+        lines.append(f"| `{op[:60]}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """`median [first quartile .. third quartile]`."""
+    first, middle, third = (format(value, form) for value in values)
+    return f"{middle} [{first} .. {third}]"
+
+
+def ratio_cell(ratio: Mapping[str, Sequence[float]] | None) -> str:
+    """`wall [quartiles], CPU`; blank where there is nothing to compare with."""
+    if ratio is None:
+        return ""
+    return f"**{ratio['wall'][1]:.2f}** [{ratio['wall'][0]:.2f} .. {ratio['wall'][2]:.2f}]," + (
+        f" {ratio['cpu'][1]:.2f}"
+    )
