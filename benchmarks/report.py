@@ -47,8 +47,8 @@ def check_same_losses(losses: Mapping[str, Sequence[float]], precision: str) -> 
         for step, (loss, expected) in enumerate(zip(seen, same[reference], strict=True), start=1):
             if not abs(loss - expected) <= bound * abs(expected):  # nan is not the same either
                 raise NotTheSame(
-                    f"step {step}: {name} has loss {loss!r}, {reference} {expected!r}: further apart"
-                    f" than {bound:g} ({precision}); they do not train the same thing"
+                    f"step {step}: {name} has loss {loss!r}, {reference} {expected!r}: further"
+                    f" apart than {bound:g} ({precision}); they do not train the same thing"
                 )
 
 
@@ -103,9 +103,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [
         "",
-        "Rounds of turns, contenders in turn on the same cores; median [quartiles]. Ratios compare"
-        " step times inside a round, above 1 = faster than that baseline; the second number of a"
-        " pair compares the time spent on cores, which other programs on the machine hardly change.",
+        "Contenders take turns on the same cores; median [quartiles]. Ratios compare step times"
+        " inside a round, above 1 = faster than that baseline; the last number of each compares the"
+        " time spent on cores, which other programs on the machine change far less.",
     ]
     for measured in result["measurements"]:
         lines += ["", *precision_table(measured)]

@@ -128,7 +128,7 @@ def take_rounds(
     steps: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rounds of one turn each until the time is up, each round beginning with the next contender."""
+    """Rounds of one turn each until the time is up; each round begins with the next contender."""
     names = list(contenders)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     end, number = clock() + seconds, 0
@@ -144,7 +144,11 @@ def take_rounds(
 def commit() -> str:
     """The commit of this checkout, with a + where files differ from it; "unknown" outside git."""
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty=+"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     return done.stdout.strip() or "unknown"
 

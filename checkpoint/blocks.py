@@ -1,4 +1,4 @@
-"""Files of a checkpoint as blocks with a digest each, so that a part can be checked without the whole.
+"""Files of a checkpoint as blocks with a digest each: a part can be checked without the whole.
 
 The one rule: bytes are compared with their digest before anyone looks at what they say. A file is
 opened without following links. Damage raises `Damaged` with one line per problem: path and cause.
@@ -42,7 +42,7 @@ def root(digests: Sequence[bytes]) -> str:
 
 
 def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
-    """The digests of a file of `num_bytes` from their hexadecimal text; Damaged unless they fit it."""
+    """Digests of a file of `num_bytes` from their hexadecimal text; Damaged unless they fit."""
     try:
         joined = bytes.fromhex(text)
     except (TypeError, ValueError):
@@ -56,7 +56,9 @@ def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, or no file."""
+    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, or no
+    file.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -81,7 +83,8 @@ def read_blocks(
 ) -> None:
     """Fill `buffer` with the file from block `first` on and check each block that it holds.
 
-    `buffer` ends where a block or the file ends. Raises Damaged; the buffer then holds nothing usable.
+    `buffer` ends where a block or the file ends. Raises Damaged; the buffer then holds nothing
+    usable.
     """
     start, done = first * BLOCK_BYTES, 0
     while done < len(buffer):

@@ -1,9 +1,9 @@
-"""Which checkpoints there are, whether they are whole, which one to resume from, which ones to remove.
+"""Which checkpoints there are, whether they are whole, which to resume from, which to remove.
 
-The one rule: rank 0 looks and everyone is told. Ranks that looked for themselves could see different
-things on a network file system and load different steps. A damaged checkpoint is passed over aloud;
-when checkpoints exist but none is whole, nothing is chosen in silence: that is an error.
-Units: steps, bytes.
+The one rule: rank 0 looks and everyone is told. Ranks that looked for themselves could see
+different things on a network file system and load different steps. A damaged checkpoint is passed
+over aloud; when checkpoints exist but none is whole, nothing is chosen in silence: that is an
+error. Units: steps, bytes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Choice:
 def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[str]:
     """Problems of one checkpoint folder, one line per file; none when it is whole.
 
-    `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of each
-    data file; `full` every byte.
+    `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of
+    each data file; `full` every byte.
     """
     if depth not in DEPTHS:
         raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
@@ -120,7 +120,7 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
 
 
 def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
-    """Like `choose`, for a run about to start; `found` is None only where nothing was ever committed.
+    """Like `choose`, for a run about to start; no `found` only where none was ever committed.
 
     Raises UserError on all ranks when there are checkpoints and none of them is whole.
     """

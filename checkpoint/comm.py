@@ -2,8 +2,8 @@
 
     comm.rank   comm.world   comm.exchange(value, what) -> [value of rank 0, value of rank 1, ...]
 
-A barrier, a broadcast and a vote are exchanges. The one rule: every rank makes the same exchanges in
-the same order, also a rank on which something failed; so failures travel as values, and no rank
+A barrier, a broadcast and a vote are exchanges. The one rule: every rank makes the same exchanges
+in the same order, also a rank on which something failed; so failures travel as values, and no rank
 waits for another that gave up. Units: seconds.
 """
 
@@ -35,9 +35,9 @@ class Alone:
 class Ranks:
     """All ranks of torch.distributed, over a gloo group of their own.
 
-    Its own group, so that a save beside training never mixes with training's collectives; gloo, because
-    only small CPU values travel. Making it is a collective. `timeout_s` bounds the wait for the slowest
-    rank, which may still be writing.
+    Its own group, so that a save beside training never mixes with training's collectives; gloo,
+    because only small CPU values travel. Making it is a collective. `timeout_s` bounds the wait for
+    the slowest rank, which may still be writing.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -56,9 +56,10 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank} waited for the other ranks ({what}, at most {self.timeout_s:g} s):"
-                " one of them is gone, or did not make this call. Saving and loading are collective:"
-                f" call them on every rank, never under a condition on the rank. ({error})"
+                f"rank {self.rank} waited for the other ranks ({what}, {self.timeout_s:g} s at"
+                " most): one of them is gone, or did not make this call. Saving and loading are"
+                " collective: call them on every rank, never under a condition on the rank."
+                f" ({error})"
             ) from error
         return values
 

@@ -5,10 +5,10 @@
     commit    rank 0 checks that the pieces are complete, writes MANIFEST.json, renames the folder
     verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
 
-The one rule: between two phases every rank learns how all others fared, and one failure is everyone's
-failure: the save is given up with one message, training goes on, older checkpoints stay. A folder
-under its final name is complete and durable, at every moment, whoever dies.
-Units: seconds, bytes, steps.
+The one rule: between two phases every rank learns how all others fared, and one failure is
+everyone's failure: the save is given up with one message, training goes on, older checkpoints stay.
+A folder under its final name is complete and durable, at every moment, whoever dies. Units:
+seconds, bytes, steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class SaveFailed(Exception):
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one, once."""
+    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one,
+    once.
+    """
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -83,8 +85,8 @@ def save(
     """Save the state after update `step`; a collective of all ranks.
 
     `state` is JSON of the run (rank 0's counts), `local` of this rank. `verify` is sampled or full.
-    What fails on any rank is reported, not raised. Raises RuntimeError only where the ranks lose each
-    other, so that none waits for ever.
+    What fails on any rank is reported, not raised. Raises RuntimeError only where the ranks lose
+    each other, so that none waits for ever.
     """
     began = time.perf_counter()
     checkpoints = run_folder / "checkpoints"
@@ -120,7 +122,9 @@ class _Phases:
         self.comm, self.point = comm, point
 
     def __call__(self, what: str, action: Callable[[], Any], only: int | None = None) -> list[Any]:
-        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed on all ranks."""
+        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed on all
+        ranks.
+        """
         value, problem = None, None
         if only is None or only == self.comm.rank:
             try:

@@ -6,8 +6,8 @@
                                   equal parts over the ranks, the last one padded
 
 The one rule: fragments are views of the live memory. Every element of every tensor is in the
-fragments of exactly one data-parallel rank, padding is in none. Names of attributes are those of the
-DeepSpeed version that requirements.txt pins. Units: elements, optimizer steps.
+fragments of exactly one data-parallel rank, padding is in none. Names of attributes are those of
+the DeepSpeed version that requirements.txt pins. Units: elements, optimizer steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def whole(name: str, shape: tuple[int, ...]) -> Place:
 
 
 def fragments(ds: Any, locate: Locate = whole) -> list[Fragment]:
-    """Pieces of weights (fp32 masters) and optimizer states that this rank owns, one-dim fp32 views.
+    """Pieces of fp32 master weights and optimizer states that this rank owns, one-dim views.
 
     Optimizer states that do not exist yet are left out: call `create_states` before.
     """
@@ -112,8 +112,8 @@ def _set_step(state: dict, step: int) -> None:
 def after_load(ds: Any, optimizer_step: int) -> None:
     """Bring everything that follows from the fp32 state in line with it; a collective.
 
-    The 16-bit (or working fp32) weights of all ranks, the optimizer's step count, the parameters that
-    ZeRO-3 keeps gathered.
+    The 16-bit (or working fp32) weights of all ranks, the optimizer's step count, the parameters
+    that ZeRO-3 keeps gathered.
     """
     set_optimizer_step(ds, optimizer_step)
     zero = ds.optimizer
@@ -151,7 +151,7 @@ def _partitions(ds: Any) -> Iterator[tuple[torch.Tensor, dict]]:
 
 
 def _pieces(ds: Any) -> Iterator[tuple[str, tuple[int, ...], int, int, torch.Tensor, int]]:
-    """(name, shape, first element, elements, flat partition, offset in it) of what is owned here."""
+    """(name, shape, first element, elements, flat partition, offset in it) of what is ours."""
     zero = ds.optimizer
     flats = [flat for flat, _ in _partitions(ds)]
     names = {id(parameter): name for name, parameter in ds.module.named_parameters()}

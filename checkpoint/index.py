@@ -1,12 +1,12 @@
-"""What lies where: a rank's index of the pieces it wrote, all ranks' indexes as one, and read plans.
+"""What lies where: the index of the pieces a rank wrote, all indexes as one, and read plans.
 
     fragments --describe--> index of a rank (JSON)      all indexes --merge--> Index
     Index x fragments wanted --plan--> Jobs: which bytes of which file go where
 
-A rank's data file holds, for each group of pieces and each kind (weight, exp_avg, ...), the pieces one
-after another; so the index stores flat ranges only, and rectangles are worked out from them. The one
-rule: a plan is a pure function of indexes and fragments. No file is opened, nothing is asked of
-other ranks, any layout can plan from any other. Units: elements, unless named bytes.
+A rank's data file holds, for each group of pieces and each kind (weight, exp_avg, ...), the pieces
+one after another; so the index stores flat ranges only, and rectangles are worked out from them.
+The one rule: a plan is a pure function of indexes and fragments. No file is opened, nothing is
+asked of other ranks, any layout can plan from any other. Units: elements, unless named bytes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """One piece that a rank holds: elements [start, start + numel) of the flattened `box` of `name`.
+    """What a rank holds: elements [start, start + numel) of the flattened `box` of `name`.
 
-    `kind` is "weight" or the optimizer's name of a state. `tensor` is one-dim, the live memory: read
-    by a save, filled by a load. `is_written` is false on all but one holder of replicated data.
+    `kind` is "weight" or the optimizer's name of a state. `tensor` is one-dim, the live memory:
+    read by a save, filled by a load. `is_written` is false on all but one holder of replicated
+    data.
     """
 
     name: str
@@ -119,7 +120,7 @@ class Index:
 
 
 def merge(indexes: Sequence[dict]) -> Index:
-    """One Index from the indexes of rank 0, 1, ... Raises Damaged where they contradict each other."""
+    """One Index from those of rank 0, 1, ... Raises Damaged where they contradict each other."""
     merged = _Merge()
     for rank, index in enumerate(indexes):
         try:
@@ -224,7 +225,7 @@ class _Merge:
 
 
 def holes(index: Index) -> list[str]:
-    """Problems: tensors of which not every element is stored exactly once, for each of their kinds."""
+    """Problems: tensors of which not every element is stored exactly once, kind by kind."""
     problems = []
     tensor = np.repeat(np.arange(len(index.shapes)), np.diff(index.first))
     sizes = np.array([math.prod(shape) for shape in index.shapes], np.int64)
@@ -236,14 +237,15 @@ def holes(index: Index) -> list[str]:
         wrong = (stored != sizes) if kind == WEIGHT else (stored != sizes) & (stored > 0)
         for number in np.flatnonzero(wrong):
             problems.append(
-                f"{names[number]} ({kind}): {stored[number]} elements stored, it has {sizes[number]}"
+                f"{names[number]} ({kind}): {stored[number]} elements stored, it has"
+                f" {sizes[number]}"
             )
     return problems
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """Rectangular copies from files to fragments; all columns (n,) int64, sorted by file and place."""
+    """Rectangular copies from files to fragments; columns (n,) int64, by file and place."""
 
     file: np.ndarray  # rank whose data file is read
     byte: np.ndarray  # of the first element, in the file

@@ -1,7 +1,8 @@
 """`python -m checkpoint.list RUN`: the checkpoints of a run - step, size, age, layout, condition.
 
-RUN is a run folder or the name of one under runs/. Looks at manifests and sizes; `checkpoint.verify`
-reads the bytes. Exit code 0, 1 when one is damaged, 2 when there is no such run.
+RUN is a run folder or the name of one under runs/. Looks at manifests and sizes;
+`checkpoint.verify` reads the bytes. Exit code 0, 1 when one is damaged, 2 when there is no such
+run.
 """
 
 from __future__ import annotations

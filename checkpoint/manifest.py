@@ -1,10 +1,11 @@
 """MANIFEST.json: the file that makes a folder a checkpoint, and the names that may stand in it.
 
-    checkpoints/step-00001200/MANIFEST.json   {"checksum": ..., "step": 1200, "files": {name: [bytes, digest]}, ...}
+    checkpoints/step-00001200/MANIFEST.json
+    {"checksum": ..., "step": 1200, "files": {name: [bytes, digest]}, "state": {...}, ...}
 
-The one rule: nothing in a checkpoint is believed before the manifest's own checksum holds; it covers
-every byte of the file, itself counted as zeros. Names of files are matched against a fixed pattern
-that has no room for a path. Units: bytes.
+The one rule: nothing in a checkpoint is believed before the manifest's own checksum holds; it
+covers every byte of the file, itself counted as zeros. Names of files are matched against a fixed
+pattern that has no room for a path. Units: bytes.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def _check(manifest: Manifest) -> None:
     numbers = (manifest.step, manifest.epoch, manifest.world)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("step, epoch and world must be whole numbers")
+    if len(manifest.files) != 2 * manifest.world:  # before anything of that size is made
+        raise ValueError(f"{len(manifest.files)} files are not those of {manifest.world} ranks")
     expected = {
         f"rank-{rank:05d}.{end}" for rank in range(manifest.world) for end in ("bin", "json")
     }
@@ -97,7 +100,9 @@ def _check(manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed checkpoint folder. Raises Damaged, also for a link or another step."""
+    """The manifest of a committed checkpoint folder. Raises Damaged, also for a link or another
+    step.
+    """
     path = folder / NAME
     if folder.is_symlink():
         raise Damaged(f"{folder}: a link, not a folder")
@@ -114,7 +119,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def committed(checkpoints: Path) -> list[tuple[int, Path]]:
-    """[(step, folder)] in numeric order of what was once committed; stray names and links are no step."""
+    """[(step, folder)] in numeric order of what was once committed; stray names and links are no
+    step.
+    """
     found = []
     try:
         entries = list(os.scandir(checkpoints))
@@ -128,7 +135,7 @@ def committed(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def sweep(checkpoints: Path, keep: Path | None = None) -> list[str]:
-    """Remove what unfinished saves and removals left behind; names that went. Never follows links."""
+    """Remove what unfinished saves and removals left; names that went. Never follows links."""
     gone = []
     for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
         path = checkpoints / entry.name

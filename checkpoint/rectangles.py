@@ -23,7 +23,8 @@ import numpy as np
 class Box:
     """Where the tensor that a rank holds lies in the full tensor.
 
-    Whole (`dim` None), or a shard of it: `shape[dim]` of `full[dim]` from `offset` on, equal elsewhere.
+    Whole (`dim` None), or a shard of it: `shape[dim]` of `full[dim]` from `offset` on, equal
+    elsewhere.
     """
 
     full: tuple[int, ...]
@@ -72,8 +73,9 @@ def cut(
 ) -> tuple[np.ndarray, Rectangles]:
     """Flat ranges [start, stop) of matrices with `columns` columns -> (which range, rectangles).
 
-    At most three each: the end of a first row, whole rows, the beginning of a last row. All arguments
-    are (n,) int64; `at` counts from the start of its own range. Empty ranges give no rectangle.
+    At most three each: the end of a first row, whole rows, the beginning of a last row. All
+    arguments are (n,) int64; `at` counts from the start of its own range. Empty ranges give no
+    rectangle.
     """
     starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
     columns = np.maximum(np.broadcast_to(np.asarray(columns, np.int64), starts.shape), 1)
@@ -129,7 +131,7 @@ def rectangles_of(box: Box, start: int, count: int) -> Rectangles:
 
 
 def overlaps(wanted: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where one wanted rectangle (4,) meets stored ones (n, 4): (indices, their common rectangles)."""
+    """Where one wanted rectangle (4,) meets stored ones (n, 4): (indices, common rectangles)."""
     low = np.maximum(wanted[[0, 2]], stored[:, [0, 2]])
     high = np.minimum(wanted[[1, 3]], stored[:, [1, 3]])
     hits = np.flatnonzero((low < high).all(axis=1))

@@ -87,7 +87,7 @@ def _step_of(folder: Path | None) -> int | None:
 def _attempt(
     found: Found, fragments: Sequence[Fragment], comm: Comm
 ) -> tuple[dict | None, int, list[str]]:
-    """(this rank's local state, bytes read, everybody's problems). Raises UserError on all ranks."""
+    """(this rank's local state, bytes read, all problems). Raises UserError on all ranks."""
     texts, problems = _collect(found, comm)
     if problems:
         return None, 0, problems

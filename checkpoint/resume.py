@@ -5,8 +5,8 @@
     free         speed, memory, place, looks: goes on record
 
 The one rule: what nobody classified is deliberate. Keys are those of recipes/schema.py, dotted; a
-pattern covers what lies under it, `*` stands for one name. `identity` holds what the recipe does not
-say itself: fingerprints of corpora and tokenizer, the version of the order.
+pattern covers what lies under it, `*` stands for one name. `identity` holds what the recipe does
+not say itself: fingerprints of corpora and tokenizer, the version of the order.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Verdict:
 def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Verdict:
     """Compare two resolved recipes (nested dicts, `identity` beside them). Pure.
 
-    `allow` names deliberate changes: a dotted key, or a group that covers all under it. A name in it
-    that is no knob, or is fixed, is a problem: an allowance that does nothing must not look like one.
+    `allow` names deliberate changes: a dotted key, or a group that covers all under it. A name in
+    it that is no knob, or is fixed, is a problem: an allowance that does nothing must not look like
+    one.
     """
     before, after = flatten(stored), flatten(now)
     # What only one side knows (a source added, a knob of another version) differs as well.

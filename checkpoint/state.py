@@ -1,8 +1,8 @@
 """The small JSON state that goes with the tensors, and the random states of one rank.
 
-One integer of data position plus fingerprints is all the data state there is; the learning rate is a
-function of the step; weights and moments are tensors. The one rule: a state that cannot be read back
-in full is an error - never a default in its place. Units: steps, tokens.
+One integer of data position plus fingerprints is all the data state there is; the learning rate is
+a function of the step; weights and moments are tensors. The one rule: a state that cannot be read
+back in full is an error - never a default in its place. Units: steps, tokens.
 """
 
 from __future__ import annotations

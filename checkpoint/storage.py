@@ -1,4 +1,4 @@
-"""Bytes of a rank: its fragments to one large file and an index, and rectangles back into fragments.
+"""Bytes of a rank: fragments to one large file and an index, and rectangles back into them.
 
     fragments -> staging buffer -> digest of each block -> rank-00007.bin, then rank-00007.json
     jobs, sorted by file and place -> blocks, compared with their digests -> fragments
@@ -63,7 +63,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_rank(
     folder: Path, rank: int, fragments: Iterable[Fragment], local: dict, point: Point = nothing
 ) -> dict[str, list]:
-    """Write what this rank owns and its index, durably; {file name: [bytes, digest]} for the manifest.
+    """Write what this rank owns and its index, durably; {file name: [bytes, digest]}.
 
     `local` is JSON of this rank alone (random states). Raises OSError with the path, and
     FileExistsError when a file is already there.
@@ -146,8 +146,8 @@ class _Writer:
         self.digests += [digest(data[at : at + BLOCK_BYTES]) for at in blocks]
         self.point("write data", self.rank)
         _write_all(self.descriptor, data)
-        # Linux begins to write these pages out now, so that the fsync at the end finds little to do,
-        # and a checkpoint does not push the corpus out of the page cache.
+        # Linux begins to write these pages out now, so that the fsync at the end finds little to
+        # do, and a checkpoint does not push the corpus out of the page cache.
         os.posix_fadvise(self.descriptor, self.written, self.filled, os.POSIX_FADV_DONTNEED)
         self.written, self.filled = self.written + self.filled, 0
 
@@ -191,7 +191,7 @@ def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
 
 
 def file_digests(folder: Path, rank: int, index: dict, entry: Sequence) -> list[bytes]:
-    """Digests of the blocks of a rank's data file; Damaged unless they are those of the manifest."""
+    """Digests of the blocks of a rank's data file; Damaged unless the manifest agrees."""
     path = folder / data_name(rank)
     num_bytes, expected = entry
     digests = split_digests(index["digests"], num_bytes, path)
@@ -346,8 +346,8 @@ def _copies(jobs: Jobs, i: int, fragments: Sequence[Fragment]) -> Iterator[_Copy
 def window(buffer: torch.Tensor, first: int, rows: int, columns: int, stride: int) -> torch.Tensor:
     """(rows, columns) view of a one-dim tensor whose rows begin `stride` elements apart.
 
-    Raises IndexError when it leaves the tensor, rather than touch foreign memory: `as_strided` alone
-    looks only at the end of the storage.
+    Raises IndexError when it leaves the tensor, rather than touch foreign memory: `as_strided`
+    alone looks only at the end of the storage.
     """
     last = first + (rows - 1) * stride + columns
     if first < 0 or rows < 1 or not 1 <= columns <= stride or last > buffer.numel():

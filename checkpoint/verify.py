@@ -36,7 +36,10 @@ def main(arguments: list[str]) -> int:
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         seconds = time.perf_counter() - began
         verdict = "damaged" if problems else "whole"
-        print(f"step {step}: {verdict}, {size / 2**20:.1f} MiB read ({options.depth}) in {seconds:.2f} s")
+        print(
+            f"step {step}: {verdict}; {size / 2**20:.1f} MiB, depth {options.depth},"
+            f" {seconds:.2f} s"
+        )
         for problem in problems:
             print(f"  {problem}")
         is_whole = is_whole and not problems

@@ -1,7 +1,9 @@
-"""Trains a tiny model under several ZeRO stages and precisions on the ranks it was started with, saves
-in the middle, goes on from what was saved - here and by earlier launches - and writes what it saw.
+"""Trains a tiny model under several ZeRO stages and precisions, saves in the middle, goes on from
+what was saved - here and by earlier launches - and writes what it saw.
 
-    torchrun ... fragments_worker.py out.json folder setup,setup,...      (folder is shared by launches)
+    torchrun ... fragments_worker.py out.json folder setup,setup,...
+
+The folder is shared by launches.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from checkpoint.commit import save
 from checkpoint.restore import load
 
 SEQUENCES, MICRO, LENGTH, VOCAB = 12, 2, 10, 61
-SAVED, LAST = 2, 4
+SAVED, LAST = 1, 3
 # name: (stage, bf16, fp32 accumulation, optimizer)
 FP32 = {f"fp32-{stage}": (stage, False, False, "adamw") for stage in (1, 2, 3)}
 BF16 = {
@@ -39,7 +41,7 @@ def build(setup: tuple, seed: int):
     """A DeepSpeed engine over weights of `seed`."""
     stage, bf16, accumulation, optimizer = setup
     torch.manual_seed(seed)
-    shape = dict(hidden_size=20, intermediate_size=28, num_hidden_layers=2, vocab_size=VOCAB)
+    shape = dict(hidden_size=20, intermediate_size=28, num_hidden_layers=1, vocab_size=VOCAB)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager")
     model = LlamaForCausalLM(LlamaConfig(**shape, **heads, max_position_embeddings=LENGTH))
     matrices = [p for p in model.parameters() if p.ndim > 1]

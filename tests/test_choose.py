@@ -219,7 +219,9 @@ def test_a_manifest_with_impossible_values_is_damaged(run, change):
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_flipped_bit_of_a_manifest_is_found(place, bit, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "MANIFEST.json"
-    made = Manifest(3, 0, 1, {"a": "b"}, {f"rank-00000.{e}": [5, "0" * 32] for e in ("bin", "json")})
+    made = Manifest(
+        3, 0, 1, {"a": "b"}, {f"rank-00000.{e}": [5, "0" * 32] for e in ("bin", "json")}
+    )
     data = bytearray(encode(made))
     assert decode(bytes(data), path) == made
     data[int(place * len(data))] ^= 1 << bit

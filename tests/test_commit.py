@@ -1,4 +1,4 @@
-"""Saving as a transaction: whoever fails or dies, at whatever moment, a whole checkpoint is there."""
+"""Saving as a transaction: whoever fails or dies, whenever, a whole checkpoint is there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_on_all(run, step, point=lambda name, rank: None, world=WORLD, **options
 
 
 def load_on_all(run, world=WORLD, step=None):
-    """Load with `world` ranks; (what each returned or raised, whether the tensors are its step's)."""
+    """Load with `world` ranks; (what each returned or raised, whether the values are right)."""
     empty = [blank(fragments) for fragments in cut_flat(tensors(0), world)]
     results = run_threads(world, lambda comm: load(run, empty[comm.rank], comm, step))
     if isinstance(results[0], BaseException) or results[0] is None:
@@ -96,7 +96,7 @@ def moments(run):
 
 
 def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    """Every open, write, fsync, rename, exchange and commit x every rank: old or new, never mixed."""
+    """Every open, write, fsync, rename, exchange, commit x every rank: old or new, not mixed."""
     found = moments(tmp_path / "probe")
     names = {name.split()[0] for name, _, _ in found}
     assert names == {"open", "write", "fsync", "rename", "remove", "commit", "exchange"}

@@ -1,4 +1,4 @@
-"""What a rank owns under DeepSpeed, proven by resuming: same layout to the bit, any other to 1e-6."""
+"""What a rank owns under DeepSpeed, proven by resuming: same layout to the bit, others to 1e-6."""
 
 from __future__ import annotations
 

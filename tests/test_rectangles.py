@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,12 +77,12 @@ def test_rectangles_hold_the_elements_of_the_flat_range_in_order(piece):
 @settings(max_examples=300, deadline=None)
 @given(st.data(), shapes)
 def test_any_stored_cut_fills_any_wanted_cut(data, full):
-    """Copy through overlaps only, from a random cut into ranges to another one: nothing is missing."""
+    """Copy through overlaps only, from a random cut into ranges to another: nothing is missing."""
     tensor = numbered(full)
     total = tensor.size
     edges = sorted(data.draw(st.lists(st.integers(0, total), max_size=4)) + [0, total])
     stored = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         stored.append(
             (rectangles_of(Box(full, full), low, high - low), tensor.reshape(-1)[low:high])
         )

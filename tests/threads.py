@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 
@@ -14,36 +15,52 @@ class Gone(RuntimeError):
     """What a rank gets that waits for a dead one."""
 
 
+class Threads:
+    """What the ranks share: the values of each exchange, and who has ended."""
+
+    def __init__(self, world):
+        self.world = world
+        self.values = defaultdict(dict)
+        self.ended = set()
+        self.changed = threading.Condition()
+
+
 class ThreadRank:
     """One rank of a world of threads; the interface of checkpoint.comm."""
 
-    def __init__(self, rank, world, shared):
-        self.rank, self.world = rank, world
-        self.slots, self.barrier = shared
+    def __init__(self, rank, shared):
+        self.rank, self.world, self.shared = rank, shared.world, shared
+        self.count = 0
 
     def exchange(self, value, what):
-        """All values, in order of rank."""
-        try:
-            self.slots[self.rank] = value
-            self.barrier.wait(timeout=20)
-            values = list(self.slots)
-            self.barrier.wait(timeout=20)
-        except threading.BrokenBarrierError:
-            raise Gone(what) from None
-        return values
+        """All values, in order of rank; Gone when a rank has ended without coming."""
+        self.count += 1
+        shared = self.shared
+        with shared.changed:
+            values = shared.values[self.count]
+            values[self.rank] = value
+            shared.changed.notify_all()
+            shared.changed.wait_for(
+                lambda: len(values) == self.world or shared.ended - values.keys(), timeout=20
+            )
+            if len(values) < self.world:
+                raise Gone(what)
+            return [values[rank] for rank in range(self.world)]
 
 
 def run_threads(world, action):
-    """[what action(comm) returned or raised, by rank]; a rank that raises leaves the others behind."""
-    shared = ([None] * world, threading.Barrier(world))
+    """[what action(comm) returned or raised, by rank]."""
+    shared = Threads(world)
 
     def one(rank):
-        comm = ThreadRank(rank, world, shared)
         try:
-            return action(comm)
+            return action(ThreadRank(rank, shared))
         except BaseException as error:
-            shared[1].abort()
             return error
+        finally:
+            with shared.changed:
+                shared.ended.add(rank)
+                shared.changed.notify_all()
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(one, range(world)))

@@ -1,0 +1,168 @@
+"""The same start as `python -m launch.local`, with the clock read between its parts.
+
+    python -m benchmarks.start_probe launcher OUT.json recipe=tiny ...   checks, then becomes
+    python -m benchmarks.start_probe run OUT.json recipe=tiny ...        pretrain.py's main
+    python -m benchmarks.start_probe reference OUT.json                  torch, deepspeed alone
+
+The one rule: nothing is done that the untouched command does not do; parts are timed by wrapping
+the functions that do them. Each mark takes all time since the mark before,
+so the parts add up to the whole. Started by benchmarks.start. Units: seconds; wall is the clock
+that all processes of the host share, cpu is what this process used since it was started (it lives
+on through exec).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OTHER = "other code of ours"
+LAZY = "torch's own late imports (first optimizer)"
+STEPS = "steps until the first line"
+
+
+class Timeline:
+    """Parts of the start in order, kept in a file so that they survive exec."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.marks: list[tuple[str, float, float]] = []
+        if out.exists():
+            self.marks = [tuple(mark) for mark in json.loads(out.read_text())]
+
+    def mark(self, part: str) -> None:
+        """What passed since the last mark belongs to `part`."""
+        self.marks.append((part, time.monotonic(), time.process_time()))
+
+    def save(self) -> None:
+        """Write the marks."""
+        self.out.write_text(json.dumps(self.marks))
+
+    def timed(self, owner: Any, name: str, part: str) -> None:
+        """Replace `owner.name` by itself with a mark before and after each call."""
+        setattr(owner, name, self.wrap(getattr(owner, name), part))
+
+    def wrap(self, function: Callable, part: str) -> Callable:
+        """`function` with a mark before (time of other code) and after."""
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.mark(OTHER)
+            value = function(*arguments, **named)
+            self.mark(part)
+            return value
+
+        return call
+
+
+def launcher(timeline: Timeline, words: list[str]) -> int:
+    """launch.local's main; its exec starts `run` here instead of pretrain.py."""
+    timeline.mark("launcher: interpreter")
+    from launch import local
+
+    timeline.mark("launcher: imports")
+
+    def command_of(ranks: int, words: list[str]) -> list[str]:
+        timeline.mark("launcher: compose and check")
+        timeline.save()
+        module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]
+        return [sys.executable, *module, *words]
+
+    local.command_of = command_of
+    return local.main(["--nproc", "1", "--", *words])
+
+
+def run(timeline: Timeline, words: list[str]) -> int:
+    """pretrain's main, its imports one after the other."""
+    timeline.mark("run: interpreter")
+    import torch  # noqa: F401
+
+    timeline.mark("import torch")
+    late_imports(timeline)
+    import transformers.configuration_utils
+    import transformers.modeling_outputs
+    import transformers.modeling_utils  # noqa: F401
+
+    timeline.mark("import transformers")
+    import pretrain
+    from runtime import engine
+
+    timeline.mark("import the rest of ours")
+    timeline.timed(pretrain, "compose_command", "compose")
+    timeline.timed(pretrain, "settle", "layout and DeepSpeed JSON")
+    timeline.timed(pretrain.process, "start", "process group")
+    timeline.timed(pretrain, "open_stream", "open the stream")
+    timeline.timed(engine, "build_model", "build and fill the model")
+    timeline.timed(engine, "import_muon_uncompiled", "import DeepSpeed's Muon")
+    timeline.timed(engine.Engine, "train_step", STEPS)
+    pretrain.build = build_after_deepspeed(timeline, engine.build)
+    stop_after_first_line(timeline, pretrain.Record)
+    return pretrain.main(words)
+
+
+def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
+    """The engine's build with its import of deepspeed timed, and deepspeed.initialize."""
+
+    def call(*arguments: Any) -> Any:
+        timeline.mark(OTHER)
+        import deepspeed
+
+        timeline.mark("import deepspeed")
+        timeline.timed(deepspeed, "initialize", "DeepSpeed initialize")
+        return build(*arguments)
+
+    return call
+
+
+def stop_after_first_line(timeline: Timeline, record: Any) -> None:
+    """Save the timeline when the first step has been printed."""
+    timeline.timed(record, "__init__", "open the record (TensorBoard, console)")
+    write = record.write
+
+    def first_write(*arguments: Any) -> None:
+        record.write = write
+        write(*arguments)
+        timeline.mark(STEPS)
+        timeline.save()
+
+    record.write = first_write
+
+
+def reference(timeline: Timeline) -> int:
+    """What no run can do without."""
+    timeline.mark("run: interpreter")
+    import torch  # noqa: F401
+
+    timeline.mark("import torch")
+    late_imports(timeline)
+    import deepspeed  # noqa: F401
+
+    timeline.mark("import deepspeed")
+    timeline.save()
+    return 0
+
+
+def late_imports(timeline: Timeline) -> None:
+    """Make an optimizer: torch 2.13 then imports torch._dynamo and sympy, in every program."""
+    import torch
+
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    timeline.mark(LAZY)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry; see the module's docstring."""
+    mode, out, *words = arguments
+    timeline = Timeline(Path(out))
+    if mode == "reference":
+        return reference(timeline)
+    return {"launcher": launcher, "run": run}[mode](timeline, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

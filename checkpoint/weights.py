@@ -1,0 +1,225 @@
+"""Weights from elsewhere, read by rows: a Hugging Face folder, or a checkpoint of another run.
+
+    weights_from("path/to/folder" | "runs/tiny@100" | "runs/tiny") -> Weights
+    weights.shapes            {canonical name: full shape}
+    weights.read_rows(...)    some rows of one weight, fp32
+
+The one rule: only what is asked for is read, so that any rank of any layout fills just the rows it
+owns and no host holds a whole model. Nothing is unpickled: a folder with only .bin files is
+refused. Units: rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from checkpoint.blocks import Damaged
+from checkpoint.choose import at_step, newest
+from checkpoint.comm import Alone
+from checkpoint.index import WEIGHT, Fragment
+from checkpoint.rectangles import Box
+from checkpoint.restore import open_source
+from recipes.schema import UserError
+
+# Hugging Face families whose weights are those of our decoder, and what tells them apart.
+FAMILIES = {
+    "llama": {"qkv_bias": False, "qk_norm": False},
+    "mistral": {"qkv_bias": False, "qk_norm": False},
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+}
+# Of recipes.schema.Model; initializer_range says nothing about weights that exist.
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
+    "qkv_bias", "qk_norm",
+)  # fmt: skip
+FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
+
+
+class Weights(Protocol):
+    """Weights that can be read in part."""
+
+    label: str  # where they come from, for records
+    model: dict[str, Any]  # fields of recipes.schema.Model
+    shapes: dict[str, tuple[int, ...]]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of the first dim of a weight, fp32 on the CPU."""
+
+
+def weights_from(path: str) -> Weights:
+    """Open a Hugging Face folder, or `<run folder>@<step>`, or the newest of a run folder.
+
+    Raises UserError with every reason why it cannot be used.
+    """
+    name, _, step = path.rpartition("@") if re.fullmatch(r".+@\d+", path) else (path, "", "")
+    folder = Path(name)
+    if (folder / "checkpoints").is_dir():
+        return RunWeights(folder, int(step) if step else None)
+    if (folder / "config.json").is_file():
+        return FolderWeights(folder)
+    raise UserError(
+        f"init_from={path}: neither a run folder (checkpoints/) nor a Hugging Face folder"
+        " (config.json); give runs/<run>@<step> or the path of a folder"
+    )
+
+
+def check_fit(weights: Weights, model: Any) -> None:
+    """Raise UserError for every field of the recipe's `model` that the weights contradict."""
+    wanted = normal(vars(model))
+    problems = [
+        f"model.{name}={wanted[name]}, but init_from={weights.label} has {weights.model[name]}; set"
+        f" model.{name}={weights.model[name]}"
+        for name in FIELDS
+        if wanted[name] != weights.model[name]
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """FIELDS of a model, head_dim worked out."""
+    values = {name: fields.get(name) for name in FIELDS}
+    if values["head_dim"] is None:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    return values
+
+
+class RunWeights:
+    """Weights of a checkpoint of ours, without its optimizer states."""
+
+    def __init__(self, run: Path, step: int | None):
+        alone = Alone()
+        found = newest(run, alone).found if step is None else at_step(run, step, alone)
+        if found is None:
+            raise UserError(f"init_from={run}: this run has no checkpoint yet")
+        try:
+            self.source = open_source(found)
+            self.model = normal(found.manifest.state["recipe"]["model"])
+        except (Damaged, KeyError, TypeError) as error:
+            raise UserError(f"init_from={run}@{found.step}: {error}") from None
+        self.label = f"{run}@{found.step}"
+        self.folder, self.state = found.folder, found.manifest.state
+        index = self.source.index
+        self.shapes = {
+            name: index.shapes[number]
+            for name, number in index.tensors.items()
+            if WEIGHT in index.kinds(name)
+        }
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Raises UserError when the checkpoint turns out damaged."""
+        shape = self.shapes[name]
+        width = math.prod(shape[1:])
+        rows = torch.empty((stop - start) * width)
+        try:
+            self.source.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
+        except Damaged as damage:
+            raise UserError(*damage.problems) from None
+        return rows.view(stop - start, *shape[1:])
+
+
+class FolderWeights:
+    """A Hugging Face folder of safetensors."""
+
+    def __init__(self, folder: Path):
+        self.label = str(folder)
+        config = _json(folder / "config.json")
+        problems = _unfit(config)
+        self.files = {} if problems else self._find(folder)
+        if problems:
+            raise UserError(*(f"init_from={folder}: {problem}" for problem in problems))
+        self.model = _fields(config)
+        self.opened: dict[Path, Any] = {}
+        self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self.files}
+        if self.model["tie_word_embeddings"]:  # a second copy, if there is one, is the same
+            self.shapes.pop("lm_head.weight", None)
+
+    def _find(self, folder: Path) -> dict[str, Path]:
+        """{name of a weight: file}."""
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            names = _json(index).get("weight_map", {})
+            bad = [file for file in names.values() if not FILE_PATTERN.fullmatch(str(file))]
+            if bad:
+                raise UserError(f"init_from={folder}: {index.name} names the file {bad[0]!r}")
+            return {name: folder / file for name, file in names.items()}
+        if single.is_file():
+            return dict.fromkeys(_opened(single).keys(), single)
+        raise UserError(
+            f"init_from={folder}: no model.safetensors; pickled weights (.bin, .pt) are never"
+            " opened, convert them with save_pretrained"
+        )
+
+    def _slice(self, name: str) -> Any:
+        path = self.files[name]
+        if path not in self.opened:
+            self.opened[path] = _opened(path)
+        return self.opened[path].get_slice(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Converted to fp32 whatever the file holds."""
+        return self._slice(name)[start:stop].float()
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"init_from: {path}: {error}") from None
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"init_from: {path}: {error}") from None
+
+
+def _unfit(config: dict) -> list[str]:
+    """Why a Hugging Face configuration is not our decoder."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        return [f"model_type {family!r}; this decoder reads {', '.join(FAMILIES)}"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    length = config.get("max_position_embeddings", 0)
+    found = {
+        "rotary scaling": kind if kind != "default" else None,
+        "partial rotary": rope.get("partial_rotary_factor", 1) != 1,
+        "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        "attention_bias": family in ("llama", "qwen3") and config.get("attention_bias"),
+        "mlp_bias": config.get("mlp_bias"),
+        "quantization": config.get("quantization_config"),
+        "a sliding window shorter than its sequences": window
+        if (window or length) < length
+        else None,
+    }
+    return [
+        f"has {what} ({value}), which this decoder has not"
+        for what, value in found.items()
+        if value
+    ]
+
+
+def _fields(config: dict) -> dict[str, Any]:
+    """A Hugging Face configuration in the words of recipes.schema.Model."""
+    heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    defaults = {
+        "num_key_value_heads": heads,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    return normal(defaults | config | FAMILIES[config["model_type"]])

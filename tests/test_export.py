@@ -1,0 +1,323 @@
+"""Out to Hugging Face and in again: equal logits, one copy when tied, nothing pickled, no wide
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_storage import Payload
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from checkpoint import export as exporter
+from checkpoint.comm import Alone
+from checkpoint.commit import save
+from checkpoint.export import export
+from checkpoint.index import Fragment
+from checkpoint.rectangles import Box
+from checkpoint.weights import check_fit, weights_from
+from data.tokenizer import byte_tokenizer
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.init import fill
+from recipes.schema import UserError
+
+SHAPE = dict(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=None,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    initializer_range=0.2,
+)
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 16},
+}
+
+
+def trained(run, step=3, **changes):
+    """A run folder with one checkpoint of a decoder with random weights; the decoder."""
+    shape = SHAPE | changes
+    model = Decoder(DecoderConfig(**shape, max_position_embeddings=64))
+    fill(model, seed=step)
+    generator = torch.Generator().manual_seed(step)
+    fragments = []
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():  # norms and biases that are not all equal
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        box = Box(tuple(parameter.shape), tuple(parameter.shape))
+        flat = parameter.detach().reshape(-1)
+        fragments.append(Fragment(name, "weight", box, 0, flat))
+        fragments.append(Fragment(name, "exp_avg", box, 0, torch.zeros_like(flat)))
+    recipe = {"model": shape, "seq_len": 64}
+    state = {"step": step, "tokens": 99, "recipe": recipe, "recipe_hash": "abc"}
+    assert save(run, step, fragments, state, Alone()).ok
+    return model.eval()
+
+
+def logits(model, vocab_size=SHAPE["vocab_size"]):
+    ids = torch.randint(0, vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_folder_gives_equal_logits_without_code_of_ours(family, tmp_path):
+    """CKP-14, 16, 17: every weight there, none empty, one copy when tied."""
+    ours = trained(tmp_path / "run", **FAMILIES[family])
+    facts = export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(theirs).__module__.startswith("transformers.")
+    torch.testing.assert_close(logits(theirs), logits(ours), rtol=1e-4, atol=1e-4)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    expected = dict(ours.named_parameters())
+    assert stored.keys() == expected.keys()
+    assert ("lm_head.weight" in stored) == (family != "tied")
+    assert all(torch.equal(stored[name], expected[name]) for name in stored)
+    assert facts["parameters"] == sum(p.numel() for p in ours.parameters())
+    assert sum(p.numel() for p in theirs.parameters()) == facts["parameters"]
+    assert theirs.config.tie_word_embeddings == (family == "tied")
+
+
+def test_both_dtypes_agree_with_the_config_and_stay_close_at_late_positions(tmp_path):
+    """CKP-19: rotary tables are not exported, so they cannot be rounded."""
+    ours = trained(tmp_path / "run")
+    for dtype, name in (("bf16", "bfloat16"), ("fp32", "float32")):
+        out = tmp_path / dtype
+        export(tmp_path / "run", out, dtype=dtype)
+        config = json.loads((out / "config.json").read_text())
+        assert config["dtype"] == config["torch_dtype"] == name
+        with safe_open(out / "model.safetensors", "pt") as file:
+            dtypes = {file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
+            assert not [key for key in file.keys() if "rot" in key or "inv" in key]  # noqa: SIM118
+        assert dtypes == {getattr(torch, name)}
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        close = 1e-4 if dtype == "fp32" else 0.3
+        torch.testing.assert_close(logits(theirs)[:, -4:], logits(ours)[:, -4:], rtol=0, atol=close)
+
+
+def test_shards_hold_every_weight_once_and_load_as_one_model(tmp_path):
+    ours = trained(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", dtype="fp32", shard_bytes=30_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == set(files)
+    assert set(index["weight_map"]) == {name for name, _ in ours.named_parameters()}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(theirs), logits(ours), rtol=1e-4, atol=1e-4)
+
+
+def test_no_more_than_a_piece_of_a_weight_is_read_at_once(tmp_path, monkeypatch):
+    trained(tmp_path / "run")
+    sizes = []
+    read_rows = exporter.RunWeights.read_rows
+
+    def watched(self, name, start, stop):
+        rows = read_rows(self, name, start, stop)
+        sizes.append(rows.numel() * 4)
+        return rows
+
+    monkeypatch.setattr(exporter.RunWeights, "read_rows", watched)
+    monkeypatch.setattr(exporter, "PIECE_BYTES", 1000)
+    export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    assert max(sizes) <= 1000
+
+
+def test_the_tokenizer_goes_along_and_its_ids_reach_the_configs(tmp_path):
+    trained(tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    export(tmp_path / "run", tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "The Congress, 1790: na\u00efve \u2603"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / "out" / name).read_text())
+        assert config["eos_token_id"] == tokenizer.eos_token_id == 256
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "step 3" in card
+    assert "| parameters |" in card
+
+
+def test_a_tokenizer_larger_than_the_table_is_refused_and_nothing_is_left(tmp_path):
+    """CKP-21."""
+    trained(tmp_path / "run", vocab_size=100)
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="257 ids, the embedding 100 rows"):
+        export(tmp_path / "run", tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_wrong_export_is_caught_by_its_own_check_and_nothing_is_left(tmp_path, monkeypatch):
+    trained(tmp_path / "run")
+    wrong = exporter.hf_config
+
+    def other_rotation(config):
+        return wrong(config) | {
+            "rope_theta": 50.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        }
+
+    monkeypatch.setattr(exporter, "hf_config", other_rotation)
+    with pytest.raises(UserError, match="logits differ"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    trained(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000003" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"rank-00000\.bin"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_existing_folder_is_never_overwritten(tmp_path):
+    trained(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="never overwritten"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
+def test_the_command_exports_the_step_asked_for_or_says_why_not(tmp_path, capsys):
+    for step in (3, 4):
+        trained(tmp_path / "run", step)
+    arguments = [str(tmp_path / "run"), "--step", "3", "--dtype", "fp32"]
+    assert exporter.main(arguments) == 0
+    out = tmp_path / "run" / "export" / "step-00000003-fp32"
+    assert str(out) in capsys.readouterr().out
+    assert exporter.main(arguments) == 2
+    assert "never overwritten" in capsys.readouterr().err
+    assert exporter.main([str(tmp_path / "run"), "--step", "5"]) == 2
+    assert "it has: 3, 4" in capsys.readouterr().err
+
+
+# Weights from elsewhere
+
+
+def hugging_face(folder, **changes):
+    """A Llama folder as transformers writes it."""
+    config = LlamaConfig(
+        **{k: v for k, v in SHAPE.items() if k not in ("qkv_bias", "qk_norm")},
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return model
+
+
+@pytest.mark.parametrize("source", ["folder", "run", "run@3"])
+def test_weights_are_read_by_rows_from_a_folder_or_a_checkpoint(source, tmp_path):
+    """CKP-26: the step asked for."""
+    if source == "folder":
+        model = hugging_face(tmp_path / "folder")
+    else:
+        models = {step: trained(tmp_path / "run", step) for step in (3, 4)}
+        model = models[3 if "@" in source else 4]
+    weights = weights_from(str(tmp_path / source))
+    check_fit(weights, SimpleNamespace(**SHAPE))
+    expected = dict(model.named_parameters())
+    assert weights.shapes == {name: tuple(p.shape) for name, p in expected.items()}
+    for name, parameter in expected.items():
+        rows = len(parameter)
+        for start, stop in ((0, rows), (rows // 3, rows // 3 + 1), (rows - 2, rows)):
+            got = weights.read_rows(name, start, stop)
+            assert got.dtype == torch.float32
+            assert torch.equal(got, parameter[start:stop])
+
+
+def test_a_folder_imported_and_exported_again_is_equal_tensor_by_tensor(tmp_path):
+    hugging_face(tmp_path / "folder")
+    weights = weights_from(str(tmp_path / "folder"))
+    fragments = [
+        Fragment(name, "weight", Box(s, s), 0, weights.read_rows(name, 0, s[0]).reshape(-1))
+        for name, s in weights.shapes.items()
+    ]
+    recipe = {"model": weights.model, "seq_len": 64}
+    assert save(tmp_path / "run", 0, fragments, {"step": 0, "recipe": recipe}, Alone()).ok
+    export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("folder", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_shape_is_refused_with_every_field(tmp_path):
+    trained(tmp_path / "run")
+    weights = weights_from(str(tmp_path / "run"))
+    other = SimpleNamespace(**(SHAPE | {"hidden_size": 64, "qk_norm": True, "rope_theta": 5e5}))
+    with pytest.raises(UserError) as caught:
+        check_fit(weights, other)
+    for name in ("hidden_size", "head_dim", "qk_norm", "rope_theta"):
+        assert f"model.{name}=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary scaling"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rotary scaling"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, "quantization"),
+        ({"model_type": "mistral", "sliding_window": 32}, "sliding window"),
+    ],
+)
+def test_a_folder_that_is_not_our_decoder_is_refused_with_the_reason(changes, reason, tmp_path):
+    hugging_face(tmp_path / "folder", **changes)
+    with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+def test_a_mistral_folder_without_a_short_window_is_read(tmp_path):
+    hugging_face(tmp_path / "folder", model_type="mistral", sliding_window=None)
+    check_fit(weights_from(str(tmp_path / "folder")), SimpleNamespace(**SHAPE))
+
+
+def test_pickled_weights_are_never_opened(tmp_path):
+    hugging_face(tmp_path / "folder")
+    mark = tmp_path / "executed"
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    (tmp_path / "folder" / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
+    with pytest.raises(UserError, match="never opened"):
+        weights_from(str(tmp_path / "folder"))
+    (tmp_path / "folder" / "model.safetensors").write_bytes(pickle.dumps(Payload(mark)))
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        weights_from(str(tmp_path / "folder"))
+    assert not mark.exists()
+
+
+def test_an_index_of_a_folder_cannot_name_files_outside_it(tmp_path):
+    hugging_face(tmp_path / "folder")
+    save_file({"w": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="outside"):
+        weights_from(str(tmp_path / "folder"))
+
+
+def test_what_is_neither_a_run_nor_a_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither a run folder"):
+        weights_from(str(tmp_path))
