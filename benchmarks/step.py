@@ -30,7 +30,6 @@ from benchmarks import report
 from benchmarks.processes import ROOT, Contender, Missing
 from benchmarks.workload import Workload
 from model.cost import num_parameters
-from recipes.schema import Model
 
 # Compared for equality, then thrown away with the second warm-up turn.
 COMPARED_STEPS = 3
@@ -109,7 +108,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
             ops = {name: each.turn(2, profile=True)["ops"] for name, each in contenders.items()}
     return {
         "workload": dataclasses.asdict(work),
-        "parameters": num_parameters(Model(**work.shape)),
+        "parameters": num_parameters(work.shape_object),
         "load_before": [round(x, 1) for x in load_before],
         "load_after": [round(x, 1) for x in os.getloadavg()],
         "rounds": len(next(iter(turns.values()))),
@@ -168,7 +167,6 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "packages": ", ".join(versions),
-        "threads": "OMP_WAIT_POLICY=passive for every contender",
     }
 
 

@@ -57,6 +57,11 @@ class Workload:
         """Positions per step over all ranks."""
         return self.rows * self.world * self.seq_len
 
+    @property
+    def shape_object(self) -> Model:
+        """The shape as model.cost takes it."""
+        return Model(**self.shape)
+
     def to_json(self) -> str:
         """For a command line; `Workload.from_json` is the inverse."""
         return json.dumps(dataclasses.asdict(self))

@@ -124,7 +124,8 @@ def main(out: Path, root: Path, setups: list[str]) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     comm, world = Ranks(), dist.get_world_size()
-    classes, same, cross, states, counts, curves = {}, {}, {}, {}, {}, {}
+    classes, same, cross, states, curves = {}, {}, {}, {}, {}
+    parameters, counts = {}, {}
     for name in setups:
         setup = SETUPS[name]
         ds = build(setup, seed=1)
@@ -132,6 +133,7 @@ def main(out: Path, root: Path, setups: list[str]) -> None:
         train(ds, 1, SAVED)
         run = root / f"{name}-{world}"
         pieces = owned.fragments(ds)
+        parameters[name] = sum(getattr(p, "ds_numel", p.numel()) for p in ds.module.parameters())
         counts[name] = sum(comm.exchange(sum(f.count for f in pieces), "test"))
         state = {"optimizer_step": owned.optimizer_step(ds) or 0}
         report = save(run, SAVED, pieces, state, comm)
@@ -157,7 +159,8 @@ def main(out: Path, root: Path, setups: list[str]) -> None:
             train(plain, 1, 1), train(early, 1, 1)
             states[name] = unmoved and bits(plain, comm) == bits(early, comm)
     if comm.rank == 0:
-        seen = dict(classes=classes, same=same, cross=cross, states=states, counts=counts)
+        seen = dict(classes=classes, same=same, cross=cross, states=states)
+        seen |= dict(parameters=parameters, counts=counts)
         out.write_text(json.dumps(seen | {"curves": curves}))
     dist.barrier()
     dist.destroy_process_group()

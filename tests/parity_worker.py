@@ -32,7 +32,19 @@ STEPS = 10
 BATCH = 16  # sequences
 SEQ_LEN = 32
 STAGES = (1, 2, 3)
+PERSIST_NOTHING = {"stage3_param_persistence_threshold": 0}
 ACCUMULATIONS = (1, 4)
+# Knobs that must not change a number, tried on two ranks: (name, stage, accumulation, knobs).
+VARIANTS = (
+    *(
+        (f"bucket {size}", stage, 1, {"ds": {"zero_optimization": {"reduce_bucket_size": size}}})
+        for stage in (1, 2)
+        for size in (1, 1000, 500_000_000)
+    ),
+    ("recompute", 1, 4, {"recompute": "full"}),
+    ("recompute", 3, 4, {"recompute": "full"}),
+    ("nothing gathered", 3, 1, {"ds": {"zero_optimization": PERSIST_NOTHING}}),
+)
 
 
 def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, **knobs) -> Recipe:
@@ -51,7 +63,7 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
         seed=7,
         model=model,
         data=Data(sources={"a": Source(corpus=str(corpus))}),
-        optim=Optim(lr=1e-2, clip=0.5),
+        optim=Optim(lr=1e-2, clip=0.2),
         seq_len=SEQ_LEN,
         batch_tokens=BATCH * SEQ_LEN,
         micro_batch=micro_batch,
@@ -108,6 +120,12 @@ def main(out: Path, corpus: Path, precision: str) -> None:
             micro_batch = BATCH // (world * accumulation)
             recipe = tiny_recipe(corpus, stage=stage, micro_batch=micro_batch, precision=precision)
             cases[f"zero{stage} acc{accumulation}"] = run_case(recipe, world)
+    for name, stage, accumulation, knobs in VARIANTS if world == 2 else ():
+        micro_batch = BATCH // (world * accumulation)
+        recipe = tiny_recipe(
+            corpus, stage=stage, micro_batch=micro_batch, precision=precision, **knobs
+        )
+        cases[f"zero{stage} acc{accumulation} {name}"] = run_case(recipe, world)
     if process.launched_rank() == 0:
         out.write_text(json.dumps(cases))
     process.finish()

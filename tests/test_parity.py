@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_worker import BATCH, SEQ_LEN, STEPS, tiny_recipe
+from parity_worker import BATCH, SEQ_LEN, STEPS, VARIANTS, tiny_recipe
 from ranks import run_ranks
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,7 +97,7 @@ def relative(ours: list[float], theirs: list[float]) -> float:
 
 
 def test_losses_equal_a_plain_loop_in_every_layout(cases, reference):
-    assert len(cases) == 18
+    assert len(cases) == 18 + len(VARIANTS)
     for name, case in cases.items():
         assert relative(case["loss"], reference["loss"]) < 1e-6, name
         assert relative(case["norm"], reference["norm"]) < 1e-5, name
@@ -105,7 +105,7 @@ def test_losses_equal_a_plain_loop_in_every_layout(cases, reference):
 
 def test_the_reference_moves_and_its_clip_is_active(reference):
     assert len(set(reference["loss"])) == STEPS
-    assert max(reference["norm"]) > 0.5
+    assert min(reference["norm"]) > 0.2
 
 
 def test_batches_and_initial_weights_do_not_depend_on_the_layout(cases):

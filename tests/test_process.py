@@ -1,0 +1,103 @@
+"""runtime/process.py: what a launcher's variables mean, and which device is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.schema import Cluster, UserError
+from runtime import process
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_ID",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_launcher_there_is_one_rank():
+    assert (process.launched_world(), process.launched_rank()) == (1, 0)
+
+
+def test_torchruns_variables_come_first(monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert (process.launched_world(), process.launched_rank()) == (8, 3)
+
+
+def test_a_shell_inside_a_slurm_job_is_not_a_rank(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    assert process.launched_world() == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[03-04,9]-ib", "gpu03-ib"),
+        ("gpu7", "gpu7"),
+        ("a1,b2", "a1"),
+        ("n[1,5-8]", "n1"),
+        ("rack1-n[01-16],rack2-n[01-16]", "rack1-n01"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list_is_the_meeting_point(monkeypatch, nodes, first):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    assert process._slurm_first_host() == first
+
+
+def test_a_gpu_that_this_torch_cannot_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(process, "visible_gpus", lambda: ["/dev/nvidia0"])
+    with pytest.raises(UserError, match=r"/dev/nvidia0.*CPU build.*PYTHON="):
+        process.choose_device(Cluster(), 0, 1)
+    assert process.choose_device(Cluster(device="cpu"), 0, 1).type == "cpu"
+
+
+def test_hidden_gpus_are_not_visible(monkeypatch):
+    monkeypatch.setattr(process.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidiactl"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert process.visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert process.visible_gpus() == ["/dev/nvidia0"]
+
+
+def test_more_ranks_than_gpus_on_a_host_are_refused_on_every_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for local_rank in range(4):
+        with pytest.raises(UserError, match="NPROC=2"):
+            process.choose_device(Cluster(), local_rank, 4)
+    assert process.choose_device(Cluster(), 1, 2) == torch.device("cuda", 1)
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(process, "visible_gpus", list)
+    with pytest.raises(UserError, match=r"cluster\.device=cuda"):
+        process.choose_device(Cluster(device="cuda"), 0, 1)
+
+
+def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys):
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        process.report(UserError("one", "two"))
+        process.report(process.Shared("three"))
+    assert capsys.readouterr().err.splitlines() == [
+        "refused: one",
+        "refused: two",
+        "refused: three",
+    ]
