@@ -3,41 +3,49 @@
     python pretrain.py recipe=tiny zero=3 run=tiny-z3              one process
     torchrun --nproc-per-node 8 pretrain.py recipe=1b              or srun, or `make pretrain`
 
-    every rank    compose, check -> join -> stream, engine -> loop: batch -> step -> record
+    every rank    compose, check -> join -> engine, checkpoint -> loop: batch -> step -> save
     rank 0 also   run folder, metrics, ledger, console
 
 The loop is the same for every layout. Step N (from 1) is the N-th update of the weights; its batch
 and its learning rate are functions of N alone. The loss of step N is read after step N+1 has been
-launched, so no step waits for its own.
+launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
+whatever layout it is started with.
 
 Exit status: 0 finished; 93 refused, or stopped for good: trying again would not help.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from checkpoint import history
+from checkpoint.choose import Keep
+from checkpoint.comm import Ranks
+from checkpoint.commit import due, save
+from checkpoint.restore import Loaded, load
+from checkpoint.resume import Change
+from checkpoint.state import RunState, random_states, restore_random_states
+from checkpoint.weights import check_fit, weights_from
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
-from data.stream import StepData, Stream, open_stream
+from data.stream import Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, startable
 from recipes.compose import compose_command, recipe_yaml
 from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
-from runtime.clock import Span, StepClock, cuda_clock
-from runtime.console import Console, summary_text
-from runtime.engine import Engine, StepResult, build
+from runtime.clock import StepClock, cuda_clock
+from runtime.engine import Draw, Engine, build, initial
 from runtime.learning_rate import learning_rate
-from runtime.metrics import MetricsWriter, hyper_parameters
+from runtime.record import Finished, Record
+from runtime.resuming import compare, standing
 from runtime.settle import Settled, settle
-from runtime.speed import peak_flops
 
 ROOT = Path(__file__).resolve().parent
 DO_NOT_RETRY = 93
@@ -47,7 +55,8 @@ def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
         run = prepare(arguments)
-        train(run)
+        if run is not None:
+            train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
@@ -58,60 +67,124 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Run:
-    """What one rank needs for the loop."""
+    """What one rank needs for the loop. `first_step` is the next update."""
 
     recipe: Recipe
     settled: Settled
     stream: Stream
     data_rank: int
     held_out: list[Batch]
-    engine: Engine
-    process: process.Process
     folder: Path
+    process: process.Process
+    engine: Engine
+    ranks: Ranks  # for checkpoints, beside training's own group
+    lock: Any  # held as long as the run lives
+    loaded: Loaded | None
+    changes: list[Change]
     warnings: list[str]
 
+    @property
+    def after_step(self) -> int:
+        """The update that this process goes on from; 0 = from the start."""
+        return self.loaded.step if self.loaded else 0
 
-def prepare(arguments: list[str]) -> Run:
-    """From the command line to an engine that is ready; refuses before anything is written."""
+
+def prepare(arguments: list[str]) -> Run | None:
+    """From the command line to an engine that is ready; refuses before anything is written.
+
+    None when the run is finished already.
+    """
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
-    startable(settled.layout)
-    folder = ROOT / "runs" / recipe.run
-    run_folder.refuse_existing(folder)
+    layout = settled.layout
+    startable(layout)
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
-    place = settled.layout.coordinates(process.launched_rank())
-    held_out = evaluation_batches(recipe, settled.layout, stream, place.data)
+    folder = ROOT / "runs" / recipe.run
+    run_folder.refuse_busy(folder)
+    stands = standing(folder, recipe, stream.state(), settled.last_step)
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step)
+        return None
+    draw, notes = starting_weights(recipe, stands.step)
+    place = layout.coordinates(process.launched_rank())
+    held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
-    engine = build(recipe, settled.layout, settled.config, me)
-    run = Run(recipe, settled, stream, place.data, held_out, engine, me, folder, warnings)
-    process.first_does(lambda: run_folder.claim(folder, description(run)))
+    is_fresh = recipe.resume == "fresh"
+    documents = description(recipe, settled, me)
+    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    engine = build(recipe, layout, settled.config, me, draw)
+    ranks = Ranks()
+    run = Run(
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
+        None, stands.changes, [*warnings, *notes],
+    )  # fmt: skip
+    if stands.step:
+        restore(run)
     return run
+
+
+def say_finished(recipe: Recipe, step: int) -> None:
+    """A run that has nothing left to do says so and ends well."""
+    if process.launched_rank() == 0:
+        print(
+            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on, give"
+            " more steps with allow=[steps]; to start again, resume=fresh or another run=NAME"
+        )
+
+
+def starting_weights(recipe: Recipe, step: int) -> tuple[Draw | None, list[str]]:
+    """Where the weights come from, and a note: a checkpoint of this run, `init_from`, or chance."""
+    if step:
+        if recipe.init_from is None:
+            return None, []
+        return None, [f"init_from={recipe.init_from} began this run, which goes on from its own"]
+    if recipe.init_from is None:
+        return initial, []
+    weights = weights_from(recipe.init_from)
+    check_fit(weights, recipe.model)
+
+    def draw(name, shape, seed, config, rows):
+        return weights.read_rows(name, rows.start, rows.stop)
+
+    return draw, [f"weights from {weights.label}; optimizer, schedule and data start anew"]
+
+
+def restore(run: Run) -> None:
+    """Fill the engine from the newest whole checkpoint; a collective."""
+    run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
+    state = RunState.from_dict(run.loaded.state)
+    # The manifest that was looked at before may not be the one that was whole.
+    run.changes = compare(run.loaded.state, run.recipe, run.stream.state())
+    run.engine.after_load(state.optimizer_step)
+    if run.loaded.local is not None:
+        restore_random_states(run.loaded.local["random"], run.process.device)
 
 
 def train(run: Run) -> None:
     """The loop: one turn per step."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    record = Record(run) if me.is_first else None
+    record = open_record(run) if me.is_first else None
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
         record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
     )
     late: Finished | None = None
-    skips_in_a_row = 0
+    skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
+    skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
     with run.stream.prefetch(
-        1, last_step, run.data_rank, layout.data, layout.micro_batch
+        run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
     ) as batches:
         clock.start()
-        for step in range(1, last_step + 1):
+        for step in range(run.after_step + 1, last_step + 1):
             with clock.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
@@ -128,23 +201,63 @@ def train(run: Run) -> None:
                     )
             finished = Finished(data, lr, result, clock.finish(), val_loss)
 
-            collector.add(data, is_last=step == last_step)
+            collector.add(data)
             skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
+            skipped_steps += result.skipped
             if record:
                 if late:
                     record.write(late)
                 late = finished
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
-            if skips_in_a_row >= recipe.optim.max_skips:
+            is_stuck = skips_in_a_row >= recipe.optim.max_skips
+            if is_stuck or due(step, recipe.checkpoint.interval, last_step):
+                # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
-                    record.write(finished)
+                    record.write(late)
+                    late = None
+            if is_stuck:
+                if record:
                     record.close("stopped")
                 raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
+            if due(step, recipe.checkpoint.interval, last_step):
+                health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
+                with clock.phase("save"):
+                    report = save_checkpoint(run, step, health)
+                if record:
+                    record.saved(report)
     if record:
-        record.write(late)
         record.close("finished")
+    if not report.ok:
+        raise process.Shared(f"the last step was not saved: {report.problem}")
+
+
+def save_checkpoint(run: Run, step: int, health: dict[str, int]):
+    """Save the state after update `step`; a collective."""
+    recipe, wanted = run.recipe, run.recipe.checkpoint
+    counted = run.engine.optimizer_step()
+    state = RunState(
+        step=step,
+        tokens=run.stream.schedule.tokens_after(step),
+        optimizer_step=step - health["skipped_steps"] if counted is None else counted,
+        seed=recipe.seed,
+        recipe=dataclasses.asdict(recipe),
+        data=run.stream.state(),
+        layout=run.settled.layout.as_dict(),
+        versions=run_folder.versions(),
+        health=health,
+    )
+    return save(
+        run.folder,
+        step,
+        run.engine.fragments(),
+        state.as_dict(),
+        run.ranks,
+        local={"random": random_states(run.process.device)},
+        keep=Keep(newest=wanted.keep, every=wanted.keep_every),
+        verify=wanted.verify,
+    )
 
 
 def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:
@@ -171,98 +284,43 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(run: Run) -> dict[str, str | dict]:
+def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
-        "recipe.yaml": recipe_yaml(run.recipe),
-        "layout.json": run.settled.layout.as_dict(),
-        "ds_config.json": run.settled.config,
-        "environment.json": run_folder.environment(ROOT, run.process.device),
+        "recipe.yaml": recipe_yaml(recipe),
+        "layout.json": settled.layout.as_dict(),
+        "ds_config.json": settled.config,
+        "environment.json": run_folder.environment(ROOT, me.device),
     }
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A step that was launched and whose scalars are still to be read."""
-
-    data: StepData
-    lr: float
-    result: StepResult
-    span: Span
-    val_loss: torch.Tensor | None
-
-
-class Record:
-    """What rank 0 keeps of a run: metrics, events, ledger, console."""
-
-    def __init__(self, run: Run):
-        recipe, settled = run.recipe, run.settled
-        self.schedule = run.stream.schedule
-        self.ledger = Ledger(run.folder / "ledger")
-        self.console = Console(recipe.run, settled.last_step, every=recipe.log.every)
-        self.writer = MetricsWriter(
-            run.folder,
-            world=settled.layout.world,
-            flops_per_token=settled.flops_per_token,
-            peak_flops=peak_flops(
-                run_folder.device_name(run.process.device), recipe.cluster.peak_tflops
-            ),
-            tensorboard=recipe.log.tensorboard,
-            wandb=recipe.log.wandb,
-            say=self.console.say,
-        )
-        self.writer.describe(
-            hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
-            {name: (run.folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
-        )
-        for line in banner(run):
-            self.console.say(line)
-
-    def write(self, finished: Finished) -> None:
-        """Read the scalars of a step and put them on record."""
-        data, result = finished.data, finished.result
-        line = self.writer.step(
-            data.step,
-            loss=float(result.loss),
-            grad_norm=float(result.grad_norm),
-            lr=finished.lr,
-            tokens=self.schedule.tokens_after(data.step),
-            tokens_per_step=data.num_tokens,
-            targets=data.num_targets,
-            times=finished.span.times(),
-            accumulation=len(data.micro_batches),
-            skipped=result.skipped,
-            val_loss=None if finished.val_loss is None else float(finished.val_loss),
-        )
-        self.console.step(line)
-
-    def skipped(self, data: StepData, in_a_row: int) -> None:
-        """Put a step whose gradients were not finite on record, with the samples that made it."""
-        self.writer.event(
-            "skipped",
-            step=data.step,
-            data_step=data.data_step,
-            samples=list(data.sample_range),
-            in_a_row=in_a_row,
-            reason="gradients not finite",
-        )
-
-    def close(self, cause: str) -> None:
-        """Finish every file and print the run's numbers."""
-        self.writer.event(cause)
-        summary = self.writer.finish(is_success=cause == "finished")
-        self.ledger.close()
-        self.console.close()
-        print(summary_text(summary))
+def open_record(run: Run) -> Record:
+    """Rank 0's record of this life, after telling what is about to happen."""
+    record = Record(
+        run.folder,
+        run.recipe,
+        run.settled,
+        run.process,
+        Ledger(run.folder / "ledger", run.after_step),
+        run.stream.schedule.tokens_after,
+        run.after_step,
+    )
+    history.begin(run.folder, run.recipe.init_from)
+    deliberate = [change for change in run.changes if change.treatment == "deliberate"]
+    history.overrides(run.folder, deliberate, run.after_step)
+    record.say(banner(run))
+    if run.loaded:
+        record.resumed(run.loaded, run.changes)
+    return record
 
 
 def banner(run: Run) -> list[str]:
     """What is about to happen, for a person."""
     recipe, settled = run.recipe, run.settled
+    sequences = run.stream.schedule.sequences_at(1)
     lines = [
         f"{recipe.run}: {settled.num_parameters:,} parameters, {settled.total_steps} steps of"
-        f" {run.stream.schedule.sequences_at(1)} x {recipe.seq_len} tokens, {recipe.precision} on"
-        f" {run.process.device.type}",
+        f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
         settled.layout.describe(),
     ]
     for use in run.stream.usage(settled.last_step):

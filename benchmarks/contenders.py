@@ -163,7 +163,7 @@ def run_documents(work: Workload, turns: Turns) -> None:
 
 def run_trainer(work: Workload, turns: Turns) -> None:
     """Contender (b). Needs `accelerate`, which is no dependency of this project."""
-    me = process.start(recipe_of(work).cluster)
+    process.start(recipe_of(work).cluster)
     import accelerate  # noqa: F401  (missing: ImportError, which the worker reports)
     import deepspeed
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -173,7 +173,10 @@ def run_trainer(work: Workload, turns: Turns) -> None:
     losses: list[torch.Tensor] = []
 
     class Counted(Trainer):
-        """Keeps the loss of every micro-batch; the Trainer's own log rounds it."""
+        """Rows in order, so that the batch is that of the others; keeps every loss, unrounded."""
+
+        def _get_train_sampler(self, *_: Any) -> None:
+            return None
 
         def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
             loss = super().training_step(*arguments, **named)
@@ -220,10 +223,8 @@ def run_trainer(work: Workload, turns: Turns) -> None:
             train_dataset=RepeatedRows(work),
             callbacks=[Pause()],
         )
-        trainer._get_train_sampler = lambda *_: None  # rows in order: the batch of the others
         if turns.begin():
             trainer.train()
-    assert me.world == work.world
 
 
 class RepeatedRows(torch.utils.data.Dataset):

@@ -43,7 +43,6 @@ class Contender:
     def launch(self, rank: int, port: int) -> subprocess.Popen:
         """Start one rank; `env` adds to the inherited environment."""
         settings = {
-            "PYTHONPATH": ROOT,
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": self.work.threads,

@@ -50,9 +50,9 @@ def owner_of(stack: Sequence[traceback.FrameSummary]) -> tuple[str, str]:
         place = f"{path.name}:{frame.lineno}"
         if "deepspeed" in path.parts:
             return "deepspeed", place
-        if path.is_relative_to(ROOT) and not path.is_relative_to(BENCHMARKS):
-            if "site-packages" not in path.parts:  # a virtual environment inside the checkout
-                return "ours", place
+        is_inside = path.is_relative_to(ROOT) and "site-packages" not in path.parts  # not .venv
+        if is_inside and not path.is_relative_to(BENCHMARKS):
+            return "ours", place
     return "torch", ""
 
 

@@ -180,7 +180,7 @@ def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
     Only older ones go: a checkpoint newer than the verified one is somebody's future.
     """
     ordered = sorted(steps)
-    stay = set(ordered[-keep.newest :]) | {verified}
+    stay = set(ordered[-keep.newest :])
     if keep.every:
         stay |= {step for step in ordered if step % keep.every == 0}
     return [step for step in ordered if step not in stay and step < verified]

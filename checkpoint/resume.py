@@ -28,6 +28,9 @@ FIXED = (
 FREE = (
     "run",
     "stop_after",
+    "resume",
+    "allow",
+    "init_from",
     "zero",
     "parallel",
     "micro_batch",

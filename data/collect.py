@@ -30,16 +30,18 @@ class Collector:
         self._ledger, self._gather, self._every = ledger, gather, every
         self._steps: list[StepData] = []
 
-    def add(self, data: StepData, is_last: bool = False) -> None:
+    def add(self, data: StepData) -> None:
         """Take one finished step; gathers and writes when it is time."""
         self._steps.append(data)
-        if is_last or len(self._steps) >= self._every:
+        if len(self._steps) >= self._every:
             self.flush()
 
     def flush(self) -> None:
         """Gather and write what is held. A collective call: on every rank or on none."""
+        if not self._steps:
+            return
         own = [batch.sample_hashes for data in self._steps for batch in data.micro_batches]
-        everyone = self._gather(np.concatenate(own)) if own else np.empty((0, 0))
+        everyone = self._gather(np.concatenate(own))
         if self._ledger is not None:
             self._write(everyone)
         self._steps = []

@@ -45,12 +45,18 @@ def in_batch_order(hashes: np.ndarray) -> np.ndarray:
 
 
 class Ledger:
-    """Appends step lines to `folder`; one process of a run writes it."""
+    """Appends step lines to `folder`; one process of a run writes it.
 
-    def __init__(self, folder: Path):
+    `after_step` is the step this process goes on from: lines past it are removed, because those
+    steps are trained again.
+    """
+
+    def __init__(self, folder: Path, after_step: int | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / STEPS_FILE
         _cut_torn_line(self.path)
+        if after_step is not None:
+            _cut_after(self.path, after_step)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(
@@ -104,6 +110,19 @@ def read_ledger(folder: Path) -> Iterator[dict]:
                 raise UserError(
                     f"{path}:{number}: expected a line of JSON, found {line[:80]!r}"
                 ) from None
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Remove the lines past `step`, which stand at the end: lines are in order of step."""
+    if not path.is_file():
+        return
+    kept = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if json.loads(line)["step"] > step:
+                break
+            kept += len(line)
+        file.truncate(kept)
 
 
 def _cut_torn_line(path: Path) -> None:

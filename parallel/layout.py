@@ -61,7 +61,7 @@ class Layout:
         """One line for people: every axis with its size, and the batch."""
         counts = " then ".join(str(count) for _, count in self.accumulation)
         return (
-            f"{self.world} ranks = pipeline {self.pipeline} x data {self.data} x context"
+            f"{self.world} rank{'s' if self.world > 1 else ''} = pipeline {self.pipeline} x data {self.data} x context"
             f" {self.context} x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch"
             f" {self.micro_batch} sequences, accumulation {counts}"
         )

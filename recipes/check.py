@@ -290,9 +290,16 @@ def _zero(value: Any) -> int | str:
     return stage
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError("is not a list of knobs, such as [optim.lr,steps]")
+    return tuple(value)
+
+
 CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
 SPECIAL: dict[str, Callable] = {
     "run": _run,
+    "allow": _names,
     "tokens": _tokens,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,

@@ -262,6 +262,24 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """When the state of a run is saved, and which saves stay."""
+
+    interval: int = knob(
+        0, "steps between saves; 0 = only at the end (and at stop_after)", unit="steps", low=0
+    )
+    keep: int = knob(3, "newest checkpoints that stay", low=1)
+    keep_every: int = knob(
+        0, "checkpoints at multiples of this stay for ever; 0 = none", unit="steps", low=0
+    )
+    verify: str = knob(
+        "sampled",
+        "how much of a save is read back before older ones go",
+        choices=("sampled", "full"),
+    )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One pretraining run: weights, batches and learning rate are functions of this alone."""
 
@@ -304,6 +322,20 @@ class Recipe:
     cluster: Cluster = knob(Cluster(), "hardware")
     parallel: Parallel = knob(Parallel(), "axes of ranks")
     log: Log = knob(Log(), "console and event files")
+    checkpoint: Checkpoint = knob(Checkpoint(), "saving")
+    resume: str = knob(
+        "auto",
+        "auto = go on from the newest whole checkpoint of the run, if there is one; fresh = set the"
+        " old folder aside and start at step 0",
+        choices=("auto", "fresh"),
+    )
+    allow: Any = knob(
+        [], "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
+    )
+    init_from: str | None = knob(
+        None,
+        "weights to start from: a Hugging Face folder, or runs/NAME@STEP; null = random weights",
+    )
     ds: dict[str, Any] = knob(
         {}, "any key of the DeepSpeed JSON: ds.zero_optimization.overlap_comm=true"
     )

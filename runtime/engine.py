@@ -27,9 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkpoint.index import Fragment
 from model.config import DecoderConfig
 from model.decoder import Decoder, compile_blocks
-from model.init import fill, initial_weight
+from model.init import BLOCK_ROWS
+from model.init import initial_weight as initial
 from parallel.layout import Layout
 from recipes.schema import Recipe
 from runtime.optimizer import build_optimizer
@@ -37,6 +39,9 @@ from runtime.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NO_CONTEXT = contextlib.nullcontext()
+
+# (name, full shape, seed, config, rows) -> those rows of a weight, fp32.
+Draw = Callable[[str, tuple[int, ...], int, Any, slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,28 @@ class Engine:
             skipped=not self.ds.was_step_applied(),
         )
 
+    def fragments(self) -> list[Fragment]:
+        """What this rank owns of weights and optimizer states: live fp32 memory, by name.
+
+        Makes the optimizer's states where no step has made them yet.
+        """
+        from checkpoint import fragments as owned
+
+        owned.create_states(self.ds)
+        return owned.fragments(self.ds)
+
+    def optimizer_step(self) -> int | None:
+        """Updates that moved the weights, as the optimizer counts; None for one that does not."""
+        from checkpoint import fragments as owned
+
+        return owned.optimizer_step(self.ds)
+
+    def after_load(self, optimizer_step: int) -> None:
+        """Bring working weights and step counts in line with filled fragments; a collective."""
+        from checkpoint import fragments as owned
+
+        owned.after_load(self.ds, optimizer_step)
+
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
         """Mean loss over the targets of all ranks' micro-batches, a () fp32 tensor.
@@ -117,10 +144,17 @@ class Engine:
         return (total[0] / total[1]).float()
 
 
-def build(recipe: Recipe, layout: Layout, config: dict[str, Any], process: Process) -> Engine:
-    """The engine of `recipe` on this rank: model, initial weights, optimizer, DeepSpeed.
+def build(
+    recipe: Recipe,
+    layout: Layout,
+    config: dict[str, Any],
+    process: Process,
+    draw: Draw | None = initial,
+) -> Engine:
+    """The engine of `recipe` on this rank: model, weights, optimizer, DeepSpeed.
 
-    `config` is the full DeepSpeed JSON, nothing left at auto.
+    `config` is the full DeepSpeed JSON, nothing left at auto. `draw` gives the weights; None leaves
+    them undefined, for a checkpoint that will fill them.
     """
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
 
@@ -131,7 +165,7 @@ def build(recipe: Recipe, layout: Layout, config: dict[str, Any], process: Proce
         # build leaves a lock that later runs wait on.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    model = build_model(recipe, layout, config, process)
+    model = build_model(recipe, layout, config, process, draw)
     ds, *_ = deepspeed.initialize(
         model=model,
         optimizer=build_optimizer(model.named_parameters(), recipe.optim),
@@ -142,12 +176,16 @@ def build(recipe: Recipe, layout: Layout, config: dict[str, Any], process: Proce
 
 
 def build_model(
-    recipe: Recipe, layout: Layout, config: dict[str, Any], process: Process
+    recipe: Recipe,
+    layout: Layout,
+    config: dict[str, Any],
+    process: Process,
+    draw: Draw | None,
 ) -> Decoder:
-    """The decoder with its initial weights, in the training dtype, on the device.
+    """The decoder with its weights, in the training dtype, on the device.
 
-    Under ZeRO-3 each module is partitioned as it is made. Weights are drawn one parameter at a
-    time, from (seed, name) alone, so they are the same in every layout.
+    Under ZeRO-3 each module is partitioned as it is made. Weights come by rows, so they are the
+    same in every layout and no host holds more of them than it must.
     """
     import deepspeed
 
@@ -158,10 +196,8 @@ def build_model(
         partition = deepspeed.zero.Init(config_dict_or_path=config)
     with default_dtype(dtype), process.device, partition:
         model = Decoder(shape)
-    if layout.stage == 3:
-        fill_partitions(model, recipe.seed, process)
-    else:
-        fill(model, recipe.seed)
+    if draw is not None:
+        fill_owned(model, recipe.seed, layout.stage, process, draw)
     model.recompute = recipe.recompute
     if recipe.compile:
         compile_blocks(model)
@@ -169,25 +205,31 @@ def build_model(
 
 
 @torch.no_grad()
-def fill_partitions(model: Decoder, seed: int, process: Process) -> None:
-    """Initial values of the part of each parameter that this rank owns under ZeRO-3.
+def fill_owned(model: Decoder, seed: int, stage: int, process: Process, draw: Draw) -> None:
+    """Write the weights that this rank holds: under ZeRO-3 its part of each parameter, else all.
 
-    A partition is a flat range of the parameter; only the rows that it touches are drawn, so ranks
-    share the work and no rank holds a whole parameter.
+    A part is a flat range of the parameter; only the rows that it touches are drawn, a few at a
+    time, so ranks share the work.
     """
     import deepspeed
 
     for name, parameter in model.named_parameters():
-        part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
-        start = part.ds_numel * process.rank
-        stop = min(start + part.ds_numel, parameter.ds_numel)
-        if start < stop:
-            row_numel = math.prod(shape[1:])
-            rows = slice(start // row_numel, -(-stop // row_numel))
-            drawn = initial_weight(name, shape, seed, model.config, rows).flatten()
-            offset = start - rows.start * row_numel
-            part[: stop - start].copy_(drawn[offset : offset + stop - start])
-        if parameter.ds_secondary_tensor is not None:
+        shape, part = tuple(parameter.shape), parameter.data.view(-1)
+        start = 0
+        if stage == 3:
+            shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
+            start = part.ds_numel * process.rank
+        stop = min(start + part.numel(), math.prod(shape))
+        width = math.prod(shape[1:])
+        first_row, end_row = start // width, -(-stop // width)
+        # In whole blocks, because each block of random weights is drawn as one.
+        for low in range(first_row // BLOCK_ROWS * BLOCK_ROWS, end_row, BLOCK_ROWS):
+            rows = slice(max(low, first_row), min(low + BLOCK_ROWS, end_row))
+            drawn = draw(name, shape, seed, model.config, rows).flatten()
+            first, last = max(start, rows.start * width), min(stop, rows.stop * width)
+            offset = rows.start * width
+            part[first - start : last - start].copy_(drawn[first - offset : last - offset])
+        if stage == 3 and parameter.ds_secondary_tensor is not None:
             # ZeRO++ hpZ keeps a second copy per group of ranks; leaving the context renews it.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 pass

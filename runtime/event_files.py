@@ -69,6 +69,10 @@ SERIES = {
     "compute_s": ("time/compute_s", "seconds in forward and backward, all micro-batches"),
     "optimizer_s": ("time/optimizer_s", "seconds in the optimizer step"),
     "other_s": ("time/other_s", "seconds of the step outside data, compute and optimizer"),
+    "checkpoint_gib": ("checkpoint/size_gib", "size of the checkpoint of this step, GiB"),
+    "checkpoint_s": ("checkpoint/save_s", "seconds from the start of the save to its commit"),
+    "checkpoint_stall_s": ("checkpoint/stall_s", "seconds that training stood still for it"),
+    "checkpoint_gib_per_s": ("checkpoint/gib_per_s", "size / seconds of the save, all ranks"),
     "save_s": ("time/save_s", "seconds of the save after the step"),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }

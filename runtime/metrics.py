@@ -167,6 +167,19 @@ class MetricsWriter:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
         records.record_event(self.folder, kind, life=self.life, **fields)
 
+    def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
+        """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
+        size_gib = size_bytes / memory.GIB
+        fields = {
+            "checkpoint_gib": size_gib,
+            "checkpoint_s": seconds,
+            "checkpoint_stall_s": stall_s,
+            "checkpoint_gib_per_s": size_gib / seconds if seconds > 0 else None,
+        }
+        self.event("saved", step=step, **fields)
+        if self._events is not None:
+            self._events.scalars(step, fields)
+
     def finish(self, is_success: bool = True) -> dict[str, Any]:
         """The last call: write the result metrics, close everything, return the summary."""
         result = summary(self.folder, self.segment)

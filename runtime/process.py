@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,17 +123,21 @@ class Shared(UserError):
     """A UserError that every rank raises alike; one of them prints it."""
 
 
-def first_does(action: Callable[[], object]) -> None:
-    """Run `action` on rank 0; if it raises UserError there, every rank raises it, so none waits."""
-    problems: list[list[str] | None] = [None]
+def first_does(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0 and return what it gives, None elsewhere.
+
+    If it raises UserError there, every rank raises it, so that none waits.
+    """
+    result, problems = None, [None]
     if dist.get_rank() == 0:
         try:
-            action()
+            result = action()
         except UserError as error:
             problems = [error.problems]
     dist.broadcast_object_list(problems, src=0)
     if problems[0]:
         raise Shared(*problems[0])
+    return result
 
 
 def report(error: UserError) -> None:

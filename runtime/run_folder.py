@@ -3,12 +3,13 @@
     recipe.yaml  layout.json  ds_config.json  environment.json      what it was
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
 
-The one rule: it is created exclusively. A folder that exists belongs to another run and is never
-written into; a refused recipe leaves no folder at all.
+The one rule: it has one writer. Two starts of one name never mix, nothing in it is overwritten by
+another run, and a refused recipe leaves no folder at all.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -16,12 +17,15 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from recipes.schema import UserError
 
+LOCK = ".lock"
+
 # Packages whose version can change a result or a speed.
 RECORDED_PACKAGES = (
+    "torch",
     "deepspeed",
     "transformers",
     "tokenizers",
@@ -31,34 +35,64 @@ RECORDED_PACKAGES = (
 )
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError when the run's name is taken, or its place cannot be written."""
-    if folder.exists():
-        raise UserError(
-            f"run={folder.name}: {folder} exists and is never overwritten; choose another name"
-            f" (run={folder.name}-2), or remove the folder"
-        )
-    parent = next(path for path in folder.parents if path.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"run={folder.name}: no permission to make {folder} in {parent}")
+def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fresh: bool) -> TextIO:
+    """Make `folder`, or enter the one that is there, as its only writer; the lock lasts as long as
+    the returned file is open.
 
-
-def claim(folder: Path, documents: dict[str, str | dict[str, Any]]) -> Path:
-    """Make `folder` for this process alone and write `documents` (name -> text, or JSON) into it.
-
-    Raises UserError when it exists, also when another process made it in this very moment.
+    `documents` (name -> text, or JSON) are put in place whole. With `is_fresh` a folder that exists
+    is set aside under another name first. Raises UserError when another process holds the run.
     """
-    refuse_existing(folder)
+    refuse_unwritable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        refuse_existing(folder)
-        raise
+    if is_fresh and folder.exists():
+        hold(folder).close()  # whoever writes it must have ended
+        os.rename(folder, aside(folder))
+    folder.mkdir(exist_ok=True)
+    lock = hold(folder)
     for name, content in documents.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
+        new = folder / f".{name}.new"
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, folder / name)
+    return lock
+
+
+def hold(folder: Path) -> TextIO:
+    """Lock a run folder for this process. Raises UserError where another one has it."""
+    file = open(folder / LOCK, "a")  # noqa: SIM115  the lock is held by the open file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"run={folder.name}: another process is writing {folder}; wait for it to end, stop it,"
+            f" or choose another name (run={folder.name}-2)"
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks: the run goes on without this guard
+    return file
+
+
+def refuse_busy(folder: Path) -> None:
+    """Raise UserError when another process holds the run now, or its place cannot be written."""
+    refuse_unwritable(folder)
+    if (folder / LOCK).exists():
+        hold(folder).close()
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise UserError when the run's folder can be neither made nor written."""
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir():
+        raise UserError(f"run={folder.name}: {parent} is a file, not a folder; move it away")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"run={folder.name}: no permission to write {folder} in {parent}")
+
+
+def aside(folder: Path) -> Path:
+    """A free name beside `folder` for what was there before."""
+    numbers = (n for n in range(1, 10_000) if not Path(f"{folder}.before-{n}").exists())
+    return Path(f"{folder}.before-{next(numbers)}")
 
 
 def environment(root: Path, device: Any) -> dict[str, Any]:
@@ -74,7 +108,7 @@ def environment(root: Path, device: Any) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+        "packages": versions(),
         "machine": platform.machine(),
         "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -82,6 +116,11 @@ def environment(root: Path, device: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": device_name(device),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that can change a result."""
+    return {name: _version(name) for name in RECORDED_PACKAGES}
 
 
 def device_name(device: Any) -> str | None:

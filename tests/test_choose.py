@@ -122,6 +122,13 @@ def test_a_step_asked_for_is_taken_or_refused_never_replaced(run):
     results, same = load_on_all(run, WORLD, step=100)
     assert same
     assert {result.step for result in results} == {100}
+    path = folder(run, 100) / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[9] ^= 1  # of the right size: only reading finds it
+    path.write_bytes(data)
+    results, _ = load_on_all(run, WORLD, step=100)
+    assert all(isinstance(result, UserError) for result in results)
+    assert all("rank-00000.bin: 1 blocks differ" in str(result) for result in results)
     (folder(run, 100) / "rank-00000.json").write_bytes(b"{}")
     results, _ = load_on_all(run, WORLD, step=100)
     assert all("rank-00000.json" in str(result) for result in results)

@@ -235,6 +235,19 @@ def test_old_checkpoints_go_only_after_the_new_one_is_read_back(tmp_path):
     assert "step-00000007" in str(loaded[0].damaged)
 
 
+def test_an_old_checkpoint_loses_its_name_before_its_first_file(tmp_path):
+    """Half removed, it could otherwise be taken for one that was damaged."""
+    assert all(report.ok for report in save_on_all(tmp_path, 1))
+    seen = []
+
+    def point(name, rank):
+        if name == "remove old":
+            seen.append(steps(tmp_path))
+
+    assert save_on_all(tmp_path, 2, point, keep=Keep(newest=1))[0].removed == (1,)
+    assert seen == [[2]]
+
+
 def test_a_manifest_names_layout_free_facts_and_no_pickle_is_written(tmp_path):
     save_on_all(tmp_path, 1)
     folder = tmp_path / "checkpoints" / "step-00000001"

@@ -37,6 +37,7 @@ def pair(clone) -> Path:
 def test_a_run_leaves_the_folder_that_is_promised(pair):
     names = {path.name for path in pair.iterdir()}
     assert names == {
+        ".lock",
         "recipe.yaml",
         "layout.json",
         "ds_config.json",
@@ -45,13 +46,15 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
         "events.jsonl",
         "ledger",
         "tensorboard",
+        "history.jsonl",
+        "checkpoints",
     }
     config = json.loads((pair / "ds_config.json").read_text())
     assert config["zero_optimization"]["stage"] == 2
     assert config["train_batch_size"] == 8
     assert json.loads((pair / "layout.json").read_text())["data"] == 2
     assert json.loads((pair / "environment.json").read_text())["torch"]
-    assert [event["kind"] for event in read_events(pair)] == ["life", "finished"]
+    assert [event["kind"] for event in read_events(pair)] == ["life", "saved", "finished"]
 
 
 def test_each_step_is_recorded_once_with_matching_numbers(pair):
@@ -169,12 +172,22 @@ def test_make_passes_the_failure_on(clone):
     assert not (clone / "runs" / "refused").exists()
 
 
-def test_a_run_is_never_overwritten(clone, pair):
+def test_a_run_of_another_recipe_is_never_overwritten(clone, pair):
     before = (pair / "metrics.jsonl").read_bytes()
-    done = start(clone, "run=pair", "steps=3")
+    done = start(clone, "run=pair", "steps=3", "optim.lr=1", "seed=5", "zero=2")
     assert done.returncode == REFUSED
-    assert "run=pair-2" in done.stdout
+    for part in ("steps: 12 in the checkpoint, 3 now", "allow=[optim.lr]", "seed: 1234"):
+        assert part in done.stdout
     assert (pair / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(clone):
+    (clone / "runs" / "mine").mkdir(parents=True)
+    (clone / "runs" / "mine" / "thesis.txt").write_text("years")
+    done = start(clone, "run=mine", "steps=3")
+    assert done.returncode == REFUSED
+    assert "is not the folder of a run" in done.stdout
+    assert [path.name for path in (clone / "runs" / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):

@@ -142,6 +142,20 @@ def test_windows_and_blocks_smaller_than_the_pieces_change_nothing(block, tmp_pa
                 )
 
 
+@pytest.mark.parametrize("block", [64, 4096])
+def test_wide_shards_that_interleave_in_a_file_are_read_together(block, tmp_path, monkeypatch):
+    """Two column shards wanted by one process: windows of the one lie between rows of the other."""
+    for module in (blocks, storage):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+        monkeypatch.setattr(module, "WINDOW_BYTES", 2 * block)
+    tensors = full_tensors({"w": (200, 12), "v": (5,)})
+    files = write(tmp_path, cut_flat(tensors, 1))
+    wanted = [fragment for rank in cut_sharded(tensors, 3, 1) for fragment in rank]
+    empty = blank(wanted)
+    fill(tmp_path, files, empty)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(wanted, empty, strict=True))
+
+
 def test_replicated_data_is_written_once_and_read_by_all(tmp_path):
     tensors = full_tensors({"norm": (12,)})
     (owner,) = cut_flat(tensors, 1)
@@ -223,6 +237,17 @@ def test_truncation_growth_and_loss_of_any_file_are_found(saved, name):
     changes = [lambda d: d[:-1], lambda d: d[: len(d) // 2], lambda d: b"", lambda d: d + b"\0"]
     for change in [*changes, lambda d: None]:
         assert name in str(damage(saved, name, change))
+
+
+def test_digests_in_an_index_must_be_those_of_the_manifest(saved):
+    """An index and a data file that agree with each other are not enough."""
+    folder, files, _ = saved
+    index = read_index(folder, 0, files[index_name(0)])
+    size, root = files[data_name(0)]
+    assert file_digests(folder, 0, index, [size, root])
+    for entry in ([size, "0" * 32], [size - 1, root]):
+        with pytest.raises(Damaged, match="disagree"):
+            file_digests(folder, 0, index, entry)
 
 
 def test_swapped_files_of_two_ranks_are_found(saved):

@@ -1,0 +1,149 @@
+"""What rank 0 keeps of a run while it trains: metrics, events, ledger, console.
+
+    loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
+         -> skipped, saved, close          -> events.jsonl
+
+The one rule: only this reads device scalars, one step after they were made. Units as in
+runtime.metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from checkpoint.commit import SaveReport
+from checkpoint.resume import Change
+from recipes.schema import Recipe
+from runtime import run_folder
+from runtime.clock import Span
+from runtime.console import Console, summary_text
+from runtime.engine import StepResult
+from runtime.metrics import MetricsWriter, hyper_parameters
+from runtime.process import Process
+from runtime.settle import Settled
+from runtime.speed import peak_flops
+
+
+class Closable(Protocol):
+    """The ledger, as far as it is used here."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step that was launched and whose scalars are still to be read; `data` is its StepData."""
+
+    data: Any
+    lr: float
+    result: StepResult
+    span: Span
+    val_loss: torch.Tensor | None
+
+
+class Record:
+    """Files and display of one life of a run, from the step after `after_step` on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        settled: Settled,
+        process: Process,
+        ledger: Closable,
+        tokens_after: Callable[[int], int],
+        after_step: int,
+    ):
+        self.ledger, self.tokens_after = ledger, tokens_after
+        self.console = Console(
+            recipe.run, settled.last_step, after_step=after_step, every=recipe.log.every
+        )
+        device = run_folder.device_name(process.device)
+        self.writer = MetricsWriter(
+            folder,
+            world=settled.layout.world,
+            after_step=after_step,
+            flops_per_token=settled.flops_per_token,
+            peak_flops=peak_flops(device, recipe.cluster.peak_tflops),
+            tensorboard=recipe.log.tensorboard,
+            wandb=recipe.log.wandb,
+            say=self.console.say,
+        )
+        self.writer.describe(
+            hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
+            {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
+        )
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines of their own."""
+        for line in lines:
+            self.console.say(line)
+
+    def write(self, finished: Finished) -> None:
+        """Read the scalars of a step and put them on record."""
+        data, result = finished.data, finished.result
+        line = self.writer.step(
+            data.step,
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=finished.lr,
+            tokens=self.tokens_after(data.step),
+            tokens_per_step=data.num_tokens,
+            targets=data.num_targets,
+            times=finished.span.times(),
+            accumulation=len(data.micro_batches),
+            skipped=result.skipped,
+            val_loss=None if finished.val_loss is None else float(finished.val_loss),
+        )
+        self.console.step(line)
+
+    def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
+        """Put on record from which checkpoint this life goes on, and what differs from it."""
+        for path, problems in loaded.damaged:
+            self.writer.event("damaged_checkpoint", folder=path.name, problems=problems)
+            self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
+        changed = {change.key: [change.stored, change.now] for change in changes}
+        self.writer.event(
+            "resumed",
+            step=loaded.step,
+            load_s=round(loaded.seconds, 3),
+            bytes_of_rank_0=loaded.bytes,
+            changes=changed,
+        )
+        self.console.say(f"going on from checkpoint step {loaded.step} ({loaded.seconds:.1f} s)")
+        for key, (stored, now) in changed.items():
+            self.console.say(f"changed since the checkpoint: {key} {stored} -> {now}")
+
+    def skipped(self, data: Any, in_a_row: int) -> None:
+        """Put a step whose gradients were not finite on record, with the samples that made it."""
+        self.writer.event(
+            "skipped",
+            step=data.step,
+            data_step=data.data_step,
+            samples=list(data.sample_range),
+            in_a_row=in_a_row,
+            reason="gradients not finite",
+        )
+
+    def saved(self, report: SaveReport) -> None:
+        """Put a save on record: size, time, stall, bandwidth; or why there is none."""
+        if report.ok:
+            self.writer.saved(report.step, report.bytes, report.seconds, report.stall_s)
+            for note in report.notes:
+                self.console.say(f"checkpoint step {report.step}: {note}")
+        else:
+            self.writer.event("save_failed", step=report.step, problem=report.problem)
+            self.console.say(f"warning: no checkpoint of step {report.step}: {report.problem}")
+
+    def close(self, cause: str) -> None:
+        """Finish every file and print the run's numbers."""
+        self.writer.event(cause)
+        summary = self.writer.finish(is_success=cause == "finished")
+        self.ledger.close()
+        self.console.close()
+        print(summary_text(summary), flush=True)

@@ -1,0 +1,77 @@
+"""Whether a run goes on, and from where: what its folder holds against what is asked for now.
+
+    no folder -> new     folder without a checkpoint -> from step 0 again     checkpoint -> go on
+
+The one rule: a run that has a checkpoint never starts at step 0 unless resume=fresh asks for it.
+Pure reading, no torch: the launcher refuses by it before any rank starts, and rank 0 decides by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.blocks import Damaged
+from checkpoint.manifest import committed, read_manifest
+from checkpoint.resume import Change, check_resume
+from recipes.schema import Recipe, UserError
+
+# What makes a folder under runs/ a run of ours.
+MARK = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands before it starts. `step` 0 = nothing to go on from."""
+
+    is_new: bool
+    step: int
+    changes: list[Change]
+
+
+def standing(folder: Path, recipe: Recipe, data_state: dict[str, Any], last_step: int) -> Standing:
+    """What `folder` says about starting `recipe`, whose run ends after `last_step`.
+
+    Raises UserError: a folder of something else, a change that is not allowed.
+    """
+    if not folder.exists() or recipe.resume == "fresh":
+        return Standing(True, 0, [])
+    if not (folder / MARK).is_file():
+        raise UserError(
+            f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
+            " name, or remove it"
+        )
+    state = newest_state(folder)
+    if state is None:
+        return Standing(False, 0, [])
+    return Standing(False, state["step"], compare(state, recipe, data_state))
+
+
+def newest_state(folder: Path) -> dict[str, Any] | None:
+    """State of the newest checkpoint whose manifest can be read; None where there is none."""
+    for _, path in reversed(committed(folder / "checkpoints")):
+        try:
+            return read_manifest(path).state
+        except Damaged:
+            continue  # said aloud when it is loaded
+    return None
+
+
+def compare(state: dict[str, Any], recipe: Recipe, data_state: dict[str, Any]) -> list[Change]:
+    """Differences between a checkpoint's recipe and data and those of now.
+
+    Raises UserError with every one that is not allowed.
+    """
+    stored = state["recipe"] | {"identity": identity(state["data"])}
+    now = dataclasses.asdict(recipe) | {"identity": identity(data_state)}
+    verdict = check_resume(stored, now, recipe.allow)
+    if verdict.problems:
+        raise UserError(*(f"run={recipe.run}: {line}" for line in verdict.problems))
+    return verdict.changes
+
+
+def identity(data_state: dict[str, Any]) -> dict[str, Any]:
+    """What of the data is fixed for a run: which corpora, and the version of their order."""
+    return {key: data_state[key] for key in ("order_version", "corpora")}

@@ -1,0 +1,255 @@
+"""Stop anywhere, go on under any layout: whole runs, killed and continued from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from clones import SMALL, make_clone, start
+from ranks import environment
+
+from checkpoint.choose import at_step
+from checkpoint.comm import Alone
+from checkpoint.history import read as read_history
+from checkpoint.manifest import committed
+from checkpoint.restore import open_source
+from data.ledger import read_ledger
+from runtime.records import read_events, read_metrics
+
+STEPS = 14
+SHORT = [f"steps={STEPS}", "checkpoint.interval=3", "eval_tokens=0"]
+FINISHED, REFUSED = 0, 93
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def straight(clone) -> Path:
+    """A run that nothing stopped."""
+    done = start(clone, "run=straight", *SHORT)
+    assert done.returncode == FINISHED, done.stdout
+    return clone / "runs" / "straight"
+
+
+def lines_of(run: Path) -> list[dict]:
+    return read_metrics(run / "metrics.jsonl")
+
+
+def hashes_of(run: Path) -> list[tuple[int, str]]:
+    return [(line["step"], line["batch_hash"]) for line in read_ledger(run / "ledger")]
+
+
+def tensors_of(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    source = open_source(at_step(run, step, Alone()))
+    from checkpoint.index import Fragment
+    from checkpoint.rectangles import Box
+
+    found = {}
+    for name, number in source.index.tensors.items():
+        shape = source.index.shapes[number]
+        for kind in source.index.kinds(name):
+            tensor = torch.empty(torch.Size(shape).numel())
+            source.fill([Fragment(name, kind, Box(shape, shape), 0, tensor)])
+            found[name, kind] = tensor
+    return found
+
+
+def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
+    """Losses, norms, rates, batch hashes and final weights of `run` are those of `straight`."""
+    ours, theirs = lines_of(run), lines_of(straight)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert hashes_of(run) == hashes_of(straight)
+    for one, two in zip(ours, theirs, strict=True):
+        assert one["lr"] == two["lr"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=0 if exact else 1e-6, abs=0)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=0 if exact else 1e-5, abs=0)
+    if exact:
+        mine, other = tensors_of(run, STEPS), tensors_of(straight, STEPS)
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc", "words"),
+    [
+        ("zero1", 1, ["zero=1"]),
+        ("zero2-bf16", 2, ["zero=2", "precision=bf16"]),
+        ("zero3", 2, ["zero=3"]),
+        ("zero1-bf16", 1, ["zero=1", "precision=bf16"]),
+    ],
+)
+def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, nproc, words):
+    done = start(clone, f"run={name}-whole", *SHORT, *words, nproc=nproc)
+    assert done.returncode == FINISHED, done.stdout
+    seed = time.time_ns()
+    print("seed of the moments:", seed)  # shown when the test fails
+    draw = random.Random(seed)
+    for _ in range(2):
+        kill_in_training(clone, f"{name}-cut", nproc, words, after_lines=draw.randint(1, 5))
+    done = start(clone, f"run={name}-cut", *SHORT, *words, nproc=nproc)
+    assert done.returncode == FINISHED, done.stdout
+    runs = clone / "runs"
+    assert_same_run(runs / f"{name}-cut", runs / f"{name}-whole", exact=True)
+    assert [event["life"] for event in read_events(runs / f"{name}-cut", "life")] == [1, 2, 3]
+
+
+def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_lines: int) -> None:
+    """Start a run and SIGKILL all of it once it has trained some more steps."""
+    metrics = clone / "runs" / run / "metrics.jsonl"
+    before = len(lines_of(metrics.parent)) if metrics.exists() else 0
+    command = [sys.executable, "-m", "launch.local", "--nproc", str(nproc), "--"]
+    command += [*SMALL, f"run={run}", *SHORT, *words]
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment(PYTHONPATH=str(clone)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if written >= before + after_lines or written >= STEPS - 1:
+            break
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert time.monotonic() < deadline, "the run did not come to train"
+
+
+def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, straight):
+    """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 4 ranks ZeRO-2 -> 1 rank ZeRO-3, other micro-batches."""
+    lives = [
+        (1, ["zero=1", "micro_batch=8"], 4),
+        (2, ["zero=3", "micro_batch=1"], 7),
+        (4, ["zero=2", "micro_batch=2"], 11),
+        (1, ["zero=3", "micro_batch=4"], STEPS),
+    ]
+    for nproc, words, stop in lives:
+        done = start(clone, "run=reshaped", *SHORT, *words, f"stop_after={stop}", nproc=nproc)
+        assert done.returncode == FINISHED, done.stdout
+    run = clone / "runs" / "reshaped"
+    assert_same_run(run, straight, exact=False)
+    resumed = read_events(run, "resumed")
+    assert [event["step"] for event in resumed] == [4, 7, 11]
+    assert resumed[0]["changes"]["zero"] == [1, 3]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(clone, straight):
+    before = {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()}
+    done = start(clone, "run=straight", *SHORT)
+    assert done.returncode == FINISHED
+    assert f"finished: it has a checkpoint of step {STEPS}" in done.stdout
+    assert {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()} == before
+
+
+def test_the_last_step_is_saved_once_and_the_newest_stay(straight):
+    steps = [step for step, _ in committed(straight / "checkpoints")]
+    assert steps == [9, 12, STEPS]
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
+    subprocess.run(["cp", "-r", str(straight), str(clone / "runs" / "damaged")], check=True)
+    run = clone / "runs" / "damaged"
+    data = run / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.bin"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    words = ["run=damaged", *SHORT, f"steps={STEPS + 2}", "allow=[steps]"]
+    done = start(clone, *words)
+    assert done.returncode == FINISHED, done.stdout
+    assert f"step-{STEPS:08d} is damaged and was passed over" in done.stdout
+    assert "going on from checkpoint step 12" in done.stdout
+    assert [line["step"] for line in lines_of(run)] == list(range(1, STEPS + 3))
+    override = read_history(run)[-1]
+    assert (override["key"], override["stored"], override["now"]) == ("steps", STEPS, STEPS + 2)
+
+
+def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(clone, straight):
+    subprocess.run(["cp", "-r", str(straight), str(clone / "runs" / "ruined")], check=True)
+    run = clone / "runs" / "ruined"
+    for _, folder in committed(run / "checkpoints"):
+        (folder / "rank-00000.bin").write_bytes(b"")
+    words = ["run=ruined", *SHORT, f"steps={STEPS + 2}", "allow=[steps]"]
+    done = start(clone, *words)
+    assert done.returncode == REFUSED
+    assert "resume=fresh" in done.stdout
+    assert len(lines_of(run)) == STEPS
+    done = start(clone, *words, "resume=fresh", "stop_after=2")
+    assert done.returncode == FINISHED, done.stdout
+    assert len(lines_of(run)) == 2
+    assert len(lines_of(clone / "runs" / "ruined.before-1")) == STEPS
+
+
+def test_weights_of_another_run_start_a_new_one(clone, straight):
+    done = start(clone, "run=child", *SHORT, "init_from=runs/straight@9", "stop_after=1")
+    assert done.returncode == FINISHED, done.stdout
+    assert "weights from" in done.stdout
+    (first,) = lines_of(clone / "runs" / "child")
+    assert first["step"] == 1
+    assert first["lr"] == lines_of(straight)[0]["lr"]
+    assert first["loss"] < lines_of(straight)[0]["loss"]
+    assert read_history(clone / "runs" / "child")[0]["init_from"] == "runs/straight@9"
+
+
+def test_weights_that_do_not_fit_are_refused_with_every_difference(clone, straight):
+    words = ["init_from=runs/straight@9", "model.num_hidden_layers=2", "model.intermediate_size=96"]
+    done = start(clone, "run=misfit", *SHORT, *words)
+    assert done.returncode == REFUSED
+    assert "model.num_hidden_layers=2" in done.stdout
+    assert "model.intermediate_size=96" in done.stdout
+    assert not (clone / "runs" / "misfit").exists()
+
+
+def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path):
+    """A small tmpfs under checkpoints/, filled by a file that goes away in the middle of the run."""
+    mount = clone / "runs" / "full" / "checkpoints"
+    mount.mkdir(parents=True)
+    (mount.parent / "recipe.yaml").write_text("")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    filler = mount / "filler"
+    try:
+        filler.write_bytes(b"x" * (2 << 20 - 1))
+        words = [*SMALL, "run=full", *SHORT, "steps=400", "checkpoint.interval=5"]
+        command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *words]
+        process = subprocess.Popen(
+            command,
+            cwd=clone,
+            env=environment(PYTHONPATH=str(clone)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and process.poll() is None:
+            events = mount.parent / "events.jsonl"
+            if events.exists() and b"save_failed" in events.read_bytes():
+                filler.unlink(missing_ok=True)
+                break
+            time.sleep(0.05)
+        process.wait(timeout=200)
+        assert process.returncode == FINISHED
+        kinds = [event["kind"] for event in read_events(mount.parent)]
+        assert kinds.index("save_failed") < kinds.index("saved")
+        failed = read_events(mount.parent, "save_failed")[0]
+        assert "No space left" in json.dumps(failed)
+        assert [step for step, _ in committed(mount)][-1] == 400
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
