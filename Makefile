@@ -1,6 +1,7 @@
 # The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
+#   RUN=tiny  STEP=100  PROMPT="The Congress"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -11,11 +12,15 @@ OVERRIDES ?=
 WORLD ?=
 FIND ?=
 PORT ?= 6006
+RUN ?= $(RECIPE)
+STEP ?=
+PROMPT ?=
 TESTS ?= tests
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
+export PROMPT
 export PYTHONDONTWRITEBYTECODE ?=
 
 ifdef PYTHON
@@ -25,7 +30,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs tensorboard corpus bench python-given
+.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -47,6 +52,18 @@ recipes: $(READY) ## the recipes, with size and layout
 
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec $(PYTHON) -m recipes.knobs $(if $(FIND),--find "$(FIND)")
+
+checkpoints: $(READY) ## the checkpoints of RUN
+	@exec $(PYTHON) -m checkpoint.list "$(RUN)"
+
+verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
+	@exec $(PYTHON) -m checkpoint.verify "$(RUN)" $(if $(STEP),--step "$(STEP)")
+
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
+	@exec $(PYTHON) -m checkpoint.export "$(RUN)" $(if $(STEP),--step "$(STEP)")
+
+sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
+	@exec $(PYTHON) -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
 
 tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
 	@exec $(PYTHON) -m tensorboard.main --logdir runs --port "$(PORT)"

@@ -25,11 +25,11 @@ from typing import Any
 from checkpoint import history
 from checkpoint.choose import Keep
 from checkpoint.comm import Ranks
-from checkpoint.commit import due, save
+from checkpoint.commit import SaveReport, due, save
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
 from checkpoint.state import RunState, random_states, restore_random_states
-from checkpoint.weights import check_fit, weights_from
+from checkpoint.weights import check_fit, check_names, weights_from
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
@@ -41,7 +41,7 @@ from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
-from runtime.engine import Draw, Engine, build, initial
+from runtime.engine import Draw, Engine, build, decoder_config, initial
 from runtime.learning_rate import learning_rate
 from runtime.record import Finished, Record
 from runtime.resuming import compare, standing
@@ -149,6 +149,7 @@ def starting_weights(recipe: Recipe, step: int) -> tuple[Draw | None, list[str]]
         return initial, []
     weights = weights_from(recipe.init_from)
     check_fit(weights, recipe.model)
+    check_names(weights, decoder_config(recipe))
 
     def draw(name, shape, seed, config, rows):
         return weights.read_rows(name, rows.start, rows.stop)
@@ -233,7 +234,7 @@ def train(run: Run) -> None:
         raise process.Shared(f"the last step was not saved: {report.problem}")
 
 
-def save_checkpoint(run: Run, step: int, health: dict[str, int]):
+def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
     """Save the state after update `step`; a collective."""
     recipe, wanted = run.recipe, run.recipe.checkpoint
     counted = run.engine.optimizer_step()

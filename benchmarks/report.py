@@ -26,6 +26,13 @@ TITLES = {
 }
 
 
+NO_BF16_UNITS = (
+    "This CPU has no bf16 units: torch then multiplies bf16 matrices in a scalar loop, which is what"
+    " the other contenders get; this project multiplies in fp32 and rounds once. The ratio says that"
+    " and nothing about CPUs or GPUs that have such units."
+)
+
+
 class NotTheSame(Exception):
     """Contenders computed different losses, so their speeds must not be compared."""
 
@@ -136,6 +143,9 @@ def precision_table(measured: Mapping[str, Any]) -> list[str]:
         )
     for name, package in measured["missing"].items():
         lines.append(f"| {TITLES[name]} | not run: `pip install {package}` | | | | |")
+    lines += ["", goal_line(found)]
+    if work["precision"] == "bf16" and not measured["has_bf16_units"]:
+        lines += ["", NO_BF16_UNITS]
     lines += ["", "Where a step goes, median seconds:", ""]
     for name, entry in found.items():
         split = ", ".join(f"{phase[:-2]} {s:.4f}" for phase, s in entry["phases"].items())
@@ -143,6 +153,20 @@ def precision_table(measured: Mapping[str, Any]) -> list[str]:
     if measured.get("ops"):
         lines += ["", *ops_table(measured["ops"])]
     return lines
+
+
+def goal_line(found: Mapping[str, Any]) -> str:
+    """Whether ours is at least as fast as every baseline that ran, by the clock and on the cores."""
+    ratios = found.get("ours", {"ratios": {}})["ratios"]
+    if not ratios:
+        return "Goal (at least 1.0 x each baseline): nothing to compare."
+    missed = [
+        f"{ratio[kind][1]:.2f} x {TITLES[base][:3]} by {kind} time"
+        for base, ratio in ratios.items()
+        for kind in ("wall", "cpu")
+        if ratio[kind][1] < 1
+    ]
+    return f"Goal (at least 1.0 x each baseline): {'missed, ' + '; '.join(missed) if missed else 'met'}."
 
 
 def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -153,8 +177,8 @@ def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:
             totals[op] = max(totals.get(op, 0.0), seconds)
     names = list(ops)
     lines = [
-        "Operators, own milliseconds per step under the profiler (which slows small ones); blank ="
-        " not among that contender's costliest:",
+        "Operators, own milliseconds per step by the clock under the profiler, one turn each, so"
+        " only large differences count; blank = not among that contender's costliest:",
         "",
         "| operator | " + " | ".join(names) + " |",
         "|---|" + "---|" * len(names),

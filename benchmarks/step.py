@@ -116,6 +116,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
         "compared_steps": COMPARED_STEPS,
         "first_losses": first,
         "missing": missing,
+        "has_bf16_units": has_bf16_units(),
         "contenders": report.summary(turns, work.tokens),
         "ops": ops,
     }
@@ -138,6 +139,13 @@ def take_rounds(
         number += 1
         say(f"round {number}")
     return turns
+
+
+def has_bf16_units() -> bool:
+    """Whether torch has fast bf16 matrix products on this CPU."""
+    from model.layers import CPU_HAS_BF16_PRODUCTS
+
+    return CPU_HAS_BF16_PRODUCTS
 
 
 def commit() -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from checkpoint.list import run_folder
-from checkpoint.weights import RunWeights
+from checkpoint.weights import RunWeights, check_names
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
 from recipes.schema import UserError
@@ -90,26 +90,6 @@ def decoder_config(state: dict[str, Any]) -> DecoderConfig:
     """The decoder of a checkpoint's recipe."""
     recipe = state["recipe"]
     return DecoderConfig(**recipe["model"], max_position_embeddings=recipe["seq_len"])
-
-
-def check_names(weights: RunWeights, config: DecoderConfig) -> None:
-    """Raise UserError unless the checkpoint has exactly the decoder's weights, in its shapes."""
-    with torch.device("meta"):
-        model = Decoder(config)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if weights.shapes != expected:
-        names = sorted(
-            name
-            for name in expected.keys() | weights.shapes.keys()
-            if expected.get(name) != weights.shapes.get(name)
-        )
-        raise UserError(
-            *(
-                f"{name}: {weights.shapes.get(name, 'nothing')} in the checkpoint,"
-                f" {expected.get(name, 'nothing')} in the decoder"
-                for name in names
-            )
-        )
 
 
 def write_weights(weights: RunWeights, folder: Path, dtype: str, shard_bytes: int) -> None:

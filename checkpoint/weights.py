@@ -27,6 +27,8 @@ from checkpoint.comm import Alone
 from checkpoint.index import WEIGHT, Fragment
 from checkpoint.rectangles import Box
 from checkpoint.restore import open_source
+from model.config import DecoderConfig
+from model.decoder import Decoder
 from recipes.schema import UserError
 
 # Hugging Face families whose weights are those of our decoder, and what tells them apart.
@@ -84,6 +86,26 @@ def check_fit(weights: Weights, model: Any) -> None:
     ]
     if problems:
         raise UserError(*problems)
+
+
+def check_names(weights: Weights, config: DecoderConfig) -> None:
+    """Raise UserError unless the checkpoint has exactly the decoder's weights, in its shapes."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if weights.shapes != expected:
+        names = sorted(
+            name
+            for name in expected.keys() | weights.shapes.keys()
+            if expected.get(name) != weights.shapes.get(name)
+        )
+        raise UserError(
+            *(
+                f"{name}: {weights.shapes.get(name, 'nothing')} in the checkpoint,"
+                f" {expected.get(name, 'nothing')} in the decoder"
+                for name in names
+            )
+        )
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:

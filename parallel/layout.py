@@ -60,10 +60,11 @@ class Layout:
     def describe(self) -> str:
         """One line for people: every axis with its size, and the batch."""
         counts = " then ".join(str(count) for _, count in self.accumulation)
+        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
         return (
-            f"{self.world} rank{'s' if self.world > 1 else ''} = pipeline {self.pipeline} x data {self.data} x context"
-            f" {self.context} x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch"
-            f" {self.micro_batch} sequences, accumulation {counts}"
+            f"{ranks} = pipeline {self.pipeline} x data {self.data} x context {self.context}"
+            f" x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch {self.micro_batch} sequences,"
+            f" accumulation {counts}"
         )
 
     def as_dict(self) -> dict:

@@ -189,19 +189,23 @@ def build_model(
     """
     import deepspeed
 
-    shape = DecoderConfig(**vars(recipe.model), max_position_embeddings=recipe.seq_len)
     dtype = DTYPES[recipe.precision]
     partition: contextlib.AbstractContextManager = contextlib.nullcontext()
     if layout.stage == 3:
         partition = deepspeed.zero.Init(config_dict_or_path=config)
     with default_dtype(dtype), process.device, partition:
-        model = Decoder(shape)
+        model = Decoder(decoder_config(recipe))
     if draw is not None:
         fill_owned(model, recipe.seed, layout.stage, process, draw)
     model.recompute = recipe.recompute
     if recipe.compile:
         compile_blocks(model)
     return model
+
+
+def decoder_config(recipe: Recipe) -> DecoderConfig:
+    """The decoder's configuration."""
+    return DecoderConfig(**vars(recipe.model), max_position_embeddings=recipe.seq_len)
 
 
 @torch.no_grad()

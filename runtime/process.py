@@ -7,10 +7,12 @@ launcher's variables. Units: seconds.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import glob
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from recipes.schema import Cluster, UserError
 # torchrun's default port, used under SLURM with the job number added so that two jobs on one host
 # do not meet.
 BASE_PORT = 29500
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def start(cluster: Cluster) -> Process:
     local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
     local_world = _number("LOCAL_WORLD_SIZE", None, default=min(world, _slurm_tasks_per_node()))
     device = choose_device(cluster, local_rank, local_world)
+    die_with_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -77,6 +81,19 @@ def start(cluster: Cluster) -> Process:
         **options,
     )
     return Process(rank, world, local_rank, local_world, device)
+
+
+def die_with_launcher() -> None:
+    """Ask Linux to kill this rank when the torchrun agent that started it dies.
+
+    The agent gives each rank a session of its own, so nothing else would end a rank whose agent
+    was killed, and it would go on writing the run.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.device:

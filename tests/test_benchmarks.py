@@ -75,6 +75,16 @@ def test_contenders_with_other_losses_are_not_compared():
         report.check_same_losses({"torch": [9.0], "ours": [float("nan")]}, "bf16")
 
 
+def test_the_goal_is_missed_where_one_baseline_is_faster_by_either_time():
+    fast, slow = [turn([1.0, 1.0])], [turn([2.0, 2.0])]
+    met = report.summary({"torch": slow, "trainer": slow, "ours": fast}, tokens=1)
+    assert report.goal_line(met).endswith(": met.")
+    missed = report.summary({"torch": slow, "trainer": fast, "ours": slow}, tokens=1)
+    line = report.goal_line(missed)
+    assert "0.50 x (b) by wall time; 0.50 x (b) by cpu time" in line
+    assert "(a)" not in line
+
+
 class Recorder:
     """A contender that notes when it was asked."""
 
@@ -111,6 +121,7 @@ def test_the_report_says_how_to_install_a_missing_contender():
         "steps_per_turn": 2,
         "compared_steps": 3,
         "missing": {"trainer": "accelerate"},
+        "has_bf16_units": False,
         "contenders": report.summary(
             {"torch": [turn([2.0, 2.0])], "ours": [turn([1.0, 1.0])]}, tokens=8
         ),
@@ -119,6 +130,8 @@ def test_the_report_says_how_to_install_a_missing_contender():
     result = {"command": "x", "commit": "y", "machine": {"cores": 2}, "measurements": [measured]}
     text = report.markdown(result)
     assert "pip install accelerate" in text
+    assert "each baseline): met." in text
+    assert report.NO_BF16_UNITS not in text
     assert "**2.00** [2.00 .. 2.00], 2.00" in text
     assert "| `aten::mm` | 250.0 |" in text
 

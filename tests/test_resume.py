@@ -206,7 +206,8 @@ def test_weights_of_another_run_start_a_new_one(clone, straight):
 
 
 def test_weights_that_do_not_fit_are_refused_with_every_difference(clone, straight):
-    words = ["init_from=runs/straight@9", "model.num_hidden_layers=2", "model.intermediate_size=96"]
+    words = ["init_from=runs/straight@9", "model.num_hidden_layers=2"]
+    words += ["model.intermediate_size=96"]
     done = start(clone, "run=misfit", *SHORT, *words)
     assert done.returncode == REFUSED
     assert "model.num_hidden_layers=2" in done.stdout
@@ -226,8 +227,8 @@ def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path
         pytest.skip("mounting a tmpfs needs root")
     filler = mount / "filler"
     try:
-        filler.write_bytes(b"x" * (2 << 20 - 1))
-        words = [*SMALL, "run=full", *SHORT, "steps=400", "checkpoint.interval=5"]
+        filler.write_bytes(b"x" * (3 << 19))
+        words = [*SMALL, "run=full", *SHORT, "steps=100", "checkpoint.interval=5"]
         command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *words]
         process = subprocess.Popen(
             command,
@@ -250,6 +251,6 @@ def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path
         assert kinds.index("save_failed") < kinds.index("saved")
         failed = read_events(mount.parent, "save_failed")[0]
         assert "No space left" in json.dumps(failed)
-        assert [step for step, _ in committed(mount)][-1] == 400
+        assert [step for step, _ in committed(mount)][-1] == 100
     finally:
         subprocess.run(["umount", str(mount)], check=True)

@@ -1,4 +1,4 @@
-"""The shape of the repository: who imports whom, how long things are, and that the README is true."""
+"""The shape of the repository: who imports whom, how long things are, a README that is true."""
 
 from __future__ import annotations
 
