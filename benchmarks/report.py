@@ -27,9 +27,9 @@ TITLES = {
 
 
 NO_BF16_UNITS = (
-    "This CPU has no bf16 units: torch then multiplies bf16 matrices in a scalar loop, which is what"
-    " the other contenders get; this project multiplies in fp32 and rounds once. The ratio says that"
-    " and nothing about CPUs or GPUs that have such units."
+    "This CPU has no bf16 units: torch then multiplies bf16 matrices in a scalar loop, which is"
+    " what the other contenders get; this project multiplies in fp32 and rounds once. The ratio"
+    " shows that, and nothing about CPUs or GPUs that have such units."
 )
 
 
@@ -156,7 +156,7 @@ def precision_table(measured: Mapping[str, Any]) -> list[str]:
 
 
 def goal_line(found: Mapping[str, Any]) -> str:
-    """Whether ours is at least as fast as every baseline that ran, by the clock and on the cores."""
+    """Whether ours is as fast as every baseline that ran, by the clock and on the cores."""
     ratios = found.get("ours", {"ratios": {}})["ratios"]
     if not ratios:
         return "Goal (at least 1.0 x each baseline): nothing to compare."
@@ -166,7 +166,8 @@ def goal_line(found: Mapping[str, Any]) -> str:
         for kind in ("wall", "cpu")
         if ratio[kind][1] < 1
     ]
-    return f"Goal (at least 1.0 x each baseline): {'missed, ' + '; '.join(missed) if missed else 'met'}."
+    verdict = f"missed, {'; '.join(missed)}" if missed else "met"
+    return f"Goal (at least 1.0 x each baseline): {verdict}."
 
 
 def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:

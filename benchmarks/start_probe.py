@@ -14,6 +14,7 @@ on through exec).
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 import time
@@ -24,6 +25,19 @@ from typing import Any
 OTHER = "other code of ours"
 LAZY = "torch's own late imports (first optimizer)"
 STEPS = "steps until the first line"
+# (module, function, the part that its time is); wrapped once pretrain is imported.
+PROBED = (
+    ("pretrain", "compose_command", "compose"),
+    ("pretrain", "settle", "layout and DeepSpeed JSON"),
+    ("pretrain", "open_stream", "open the stream"),
+    ("pretrain", "standing", "look for a checkpoint"),
+    ("pretrain", "evaluation_batches", "held-out batches"),
+    ("runtime.process", "start", "process group"),
+    ("runtime.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
+    ("runtime.engine", "build_model", "build and fill the model"),
+    ("runtime.engine", "Engine.train_step", STEPS),
+    ("runtime.record", "Record.__init__", "open the record (TensorBoard, console)"),
+)
 
 
 class Timeline:
@@ -43,8 +57,9 @@ class Timeline:
         """Write the marks."""
         self.out.write_text(json.dumps(self.marks))
 
-    def timed(self, owner: Any, name: str, part: str) -> None:
-        """Replace `owner.name` by itself with a mark before and after each call."""
+    def timed(self, module: str, name: str, part: str) -> None:
+        """Replace a function by itself with a mark before and after each call."""
+        owner, name = find(module, name)
         setattr(owner, name, self.wrap(getattr(owner, name), part))
 
     def wrap(self, function: Callable, part: str) -> Callable:
@@ -90,47 +105,51 @@ def run(timeline: Timeline, words: list[str]) -> int:
 
     timeline.mark("import transformers")
     import pretrain
-    from runtime import engine
 
     timeline.mark("import the rest of ours")
-    timeline.timed(pretrain, "compose_command", "compose")
-    timeline.timed(pretrain, "settle", "layout and DeepSpeed JSON")
-    timeline.timed(pretrain.process, "start", "process group")
-    timeline.timed(pretrain, "open_stream", "open the stream")
-    timeline.timed(engine, "build_model", "build and fill the model")
-    timeline.timed(engine, "import_muon_uncompiled", "import DeepSpeed's Muon")
-    timeline.timed(engine.Engine, "train_step", STEPS)
-    pretrain.build = build_after_deepspeed(timeline, engine.build)
-    stop_after_first_line(timeline, pretrain.Record)
+    for module, name, part in PROBED:
+        timeline.timed(module, name, part)
+    pretrain.build = build_after_deepspeed(timeline, pretrain.build)
+    stop_after_first_line(timeline)
     return pretrain.main(words)
 
 
 def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
     """The engine's build with its import of deepspeed timed, and deepspeed.initialize."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         timeline.mark(OTHER)
-        import deepspeed
+        import deepspeed  # noqa: F401
 
         timeline.mark("import deepspeed")
-        timeline.timed(deepspeed, "initialize", "DeepSpeed initialize")
-        return build(*arguments)
+        timeline.timed("deepspeed", "initialize", "DeepSpeed initialize")
+        return build(*arguments, **named)
 
     return call
 
 
-def stop_after_first_line(timeline: Timeline, record: Any) -> None:
+def stop_after_first_line(timeline: Timeline) -> None:
     """Save the timeline when the first step has been printed."""
-    timeline.timed(record, "__init__", "open the record (TensorBoard, console)")
-    write = record.write
+    record, name = find("runtime.record", "Record.write")
+    write = getattr(record, name)
 
     def first_write(*arguments: Any) -> None:
-        record.write = write
+        setattr(record, name, write)
         write(*arguments)
         timeline.mark(STEPS)
         timeline.save()
 
-    record.write = first_write
+    setattr(record, name, first_write)
+
+
+def find(module: str, name: str) -> tuple[Any, str]:
+    """(owner, attribute) of a dotted name in a module; the attribute exists."""
+    owner: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    getattr(owner, last)
+    return owner, last
 
 
 def reference(timeline: Timeline) -> int:

@@ -105,7 +105,7 @@ class Record:
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
         for path, problems in loaded.damaged:
-            self.writer.event("damaged_checkpoint", folder=path.name, problems=problems)
+            self.writer.event("damaged_checkpoint", checkpoint=path.name, problems=problems)
             self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
         changed = {change.key: [change.stored, change.now] for change in changes}
         self.writer.event(

@@ -7,15 +7,14 @@ import subprocess
 import sys
 import traceback
 import warnings
-from dataclasses import replace
 
 import pytest
 from ranks import ROOT, environment, run_command
 
 from benchmarks import gpu, report, start, step, syncs
 from benchmarks.gpu import BUDGETS_S, LIMIT_S, Worker
-from benchmarks.processes import Contender, ContenderError
-from benchmarks.start_probe import LAZY, STEPS, Timeline
+from benchmarks.processes import Contender, ContenderError, Missing
+from benchmarks.start_probe import LAZY, PROBED, STEPS, Timeline, find
 from benchmarks.workload import SHAPE_8M, Workload, count_targets, micro_batches
 from model.cost import num_parameters
 
@@ -162,10 +161,30 @@ def test_our_engine_and_the_bare_torch_loop_take_turns_and_have_equal_losses():
     assert all(rank.returncode == 0 for rank in [*plain.ranks, *ours.ranks])
 
 
-def test_a_contender_that_fails_says_why():
-    broken = replace(TINY, precision="fp8")
-    with Contender("ours", broken) as contender:
-        with pytest.raises(ContenderError, match="fp8"):
+class Answering(Contender):
+    """A contender whose only answer is `line`."""
+
+    def __init__(self, line: str):
+        self.line = line
+        super().__init__("ours", TINY)
+
+    def launch(self, rank: int, port: int) -> subprocess.Popen:
+        answer = f"sys.stdout.write({self.line!r})"
+        code = f"import sys; print('what it printed', file=sys.stderr); {answer}"
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=self.log, text=True
+        )
+
+
+def test_a_contender_that_fails_or_lacks_a_package_says_so():
+    with Answering('{"error": "KeyError: fp8"}') as contender:
+        with pytest.raises(ContenderError, match=r"ours: KeyError: fp8\nwhat it printed"):
+            contender.wait_ready()
+    with Answering("") as contender, pytest.raises(ContenderError, match="no answer"):
+        contender.wait_ready()
+    with Answering('{"missing": "accelerate"}') as contender:
+        with pytest.raises(Missing, match="accelerate"):
             contender.wait_ready()
 
 
@@ -215,6 +234,14 @@ def test_a_wrapped_function_is_timed_apart_from_what_came_before(tmp_path):
     timeline = Timeline(tmp_path / "marks.json")
     assert timeline.wrap(lambda x: x + 1, "adding")(1) == 2
     assert [name for name, _, _ in timeline.marks] == ["other code of ours", "adding"]
+
+
+def test_every_function_that_the_start_benchmark_times_exists():
+    for module, name, _ in PROBED:
+        owner, attribute = find(module, name)
+        assert callable(getattr(owner, attribute)), f"{module}.{name}"
+    for module, name in (("launch.local", "command_of"), ("pretrain", "build")):
+        find(module, name)
 
 
 def frame(path: str) -> traceback.FrameSummary:
