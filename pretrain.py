@@ -48,7 +48,7 @@ from runtime.resuming import compare, standing
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
-DO_NOT_RETRY = 93
+FAILED, DO_NOT_RETRY, INTERRUPTED = 1, 93, 130
 
 
 def main(arguments: list[str]) -> int:
@@ -60,6 +60,12 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
+    except OSError as error:  # a full disk, a file system that went away
+        print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        return INTERRUPTED
     finally:
         process.finish()
     return 0

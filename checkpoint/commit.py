@@ -150,6 +150,7 @@ def _cause(error: Exception) -> str:
 
 def _prepare(checkpoints: Path, final: Path, temporary: Path, point: Point) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
+    sync_folder(checkpoints.parent)  # the name `checkpoints` must outlive a power cut, too
     if os.path.lexists(final):
         raise FileExistsError(17, "this step is saved already; a checkpoint is never overwritten",
                               str(final))  # fmt: skip

@@ -40,6 +40,11 @@ def ensure(source: Source, root: Path) -> Path:
     there is no corpus and nothing to build it from, or when the folder holds something else.
     """
     folder = root / source.corpus
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(
+            f"data.sources.*.corpus={source.corpus}: {folder} is no folder; move it away, or name"
+            " another one"
+        )
     if not (folder / MANIFEST).is_file():
         if source.build is None:
             raise UserError(

@@ -174,9 +174,7 @@ def _heads_divide(recipe: Recipe, world: int, stage: int) -> str | None:
         model.num_key_value_heads % axes.tensor == 0 and model.num_attention_heads % parts == 0
     ):
         return None
-    legal = [
-        n for n in range(1, model.num_key_value_heads + 1) if model.num_key_value_heads % n == 0
-    ]
+    legal = divisors(model.num_key_value_heads)
     return (
         f"parallel.tensor={axes.tensor}, parallel.context={axes.context}: the"
         f" {model.num_attention_heads} query and {model.num_key_value_heads} key-value heads must"
@@ -188,7 +186,7 @@ def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | Non
     tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
     if per_node % tensor == 0 or world <= per_node:
         return None
-    legal = [n for n in range(1, per_node + 1) if per_node % n == 0]
+    legal = divisors(per_node)
     return (
         f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
         f" it must divide {per_node}; legal: {_listed(legal)}"
@@ -229,7 +227,7 @@ def _batch_problem(recipe: Recipe, data: int, step: int, tokens: int) -> str | N
     )
     per_rank, uneven = divmod(tokens, data * recipe.seq_len)
     if per_rank and not uneven:
-        fits = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+        fits = divisors(per_rank)
         message += f"; or micro_batch {_listed(fits)}"
     return message
 
@@ -238,6 +236,11 @@ def nearest_multiples(value: int, quantum: int) -> str:
     """The legal neighbours of `value`, as text: `458752 or 524288`."""
     below = value // quantum * quantum
     return f"{below} or {below + quantum}" if below > 0 else f"{quantum}"
+
+
+def divisors(number: int, most: int = 2**12) -> list[int]:
+    """Divisors of `number` up to `most`, ascending: more would help nobody choose."""
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -16,11 +16,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from recipes.rules import RULES, WARNINGS
-from recipes.schema import FP16, STAGE_0, Recipe, UserError, as_float, as_int, did_you_mean
+from recipes.schema import (
+    FP16,
+    MANY,
+    STAGE_0,
+    WIDE,
+    Recipe,
+    UserError,
+    as_float,
+    as_int,
+    did_you_mean,
+)
 
 # Folder and source names: what every file system, shell and dotted knob name takes unquoted.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")
 LONGEST_NAME = 100
+LONGEST_PART = 255
 BAD = object()  # stands for a value that has already been reported
 
 
@@ -218,6 +229,10 @@ def _to_bool(value: Any) -> bool:
 def _to_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
+    if any(ord(letter) < 32 for letter in value):
+        raise ValueError("has a control character")
+    if any(len(part.encode(errors="replace")) > LONGEST_PART for part in value.split("/")):
+        raise ValueError(f"has a part longer than {LONGEST_PART} bytes, which no file system takes")
     return value
 
 
@@ -236,8 +251,8 @@ def _run(value: Any) -> str | None:
 
 def _positive(value: Any) -> int:
     number = as_int(value)
-    if number < 1:
-        raise ValueError("must be at least 1")
+    if not 1 <= number <= MANY * WIDE:
+        raise ValueError(f"must be from 1 to {MANY * WIDE}")
     return number
 
 

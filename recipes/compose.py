@@ -131,7 +131,8 @@ def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str],
     for text in overrides:
         try:
             parsed = parser.parse_override(text)
-        except HydraException as error:
+            str(parsed.value())  # Python refuses to print integers of thousands of digits
+        except (HydraException, ValueError) as error:
             problems.append(
                 f"override {text!r} is malformed ({_one_line(error)}); write knob=value"
             )

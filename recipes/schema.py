@@ -19,6 +19,10 @@ from typing import Any
 
 # Above this a float no longer holds every whole number, so 1e17 may not be what was meant.
 LARGEST_EXACT_FLOAT = 2**53
+LARGEST_INT = 2**63 - 1  # what numpy, torch and the files hold
+# Limits far beyond any run, so that arithmetic on a slip of the finger stays exact and quick.
+MANY = 2**40  # tokens, steps
+WIDE = 2**24  # sizes of a model
 # No count in training has more digits; "1e999999999" would fill the memory as an int.
 LARGEST_EXPONENT = 30
 
@@ -47,6 +51,8 @@ def as_int(value: Any) -> int:
     Raises ValueError with the reason, to be put behind `knob=value`.
     """
     if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > LARGEST_INT:
+            raise ValueError("is too large for any count")
         return value
     if isinstance(value, bool) or not isinstance(value, float | str):
         raise ValueError("is not a whole number")
@@ -131,17 +137,20 @@ class Model:
     """Shape of the decoder, in Hugging Face's words (`LlamaConfig`)."""
 
     vocab_size: int = knob(
-        REQUIRED, "rows of the embedding; every token id of the corpus is below it", low=2
+        REQUIRED,
+        "rows of the embedding; every token id of the corpus is below it",
+        low=2,
+        high=2**31 - 1,
     )
-    hidden_size: int = knob(REQUIRED, "width of the residual stream", low=2)
-    intermediate_size: int = knob(REQUIRED, "width of the gated MLP", low=1)
-    num_hidden_layers: int = knob(REQUIRED, "decoder blocks", low=1)
-    num_attention_heads: int = knob(REQUIRED, "query heads", low=1)
+    hidden_size: int = knob(REQUIRED, "width of the residual stream", low=2, high=WIDE)
+    intermediate_size: int = knob(REQUIRED, "width of the gated MLP", low=1, high=WIDE)
+    num_hidden_layers: int = knob(REQUIRED, "decoder blocks", low=1, high=2**16)
+    num_attention_heads: int = knob(REQUIRED, "query heads", low=1, high=2**16)
     num_key_value_heads: int = knob(
-        REQUIRED, "key and value heads; divides num_attention_heads", low=1
+        REQUIRED, "key and value heads; divides num_attention_heads", low=1, high=2**16
     )
     head_dim: int | None = knob(
-        None, "width of one head; null = hidden_size / num_attention_heads", low=2
+        None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
     )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=0)
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
@@ -187,9 +196,14 @@ class Data:
         "window that the order permutes; null = seq_len; a multiple of it",
         unit="tokens",
         low=1,
+        high=2**31 - 1,
     )
     prefetch: int = knob(
-        4, "micro-batches prepared ahead by one thread; 0 = none", unit="micro-batches", low=0
+        4,
+        "micro-batches prepared ahead by one thread; 0 = none",
+        unit="micro-batches",
+        low=0,
+        high=2**16,
     )
 
 
@@ -217,7 +231,11 @@ class Optim:
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0)
     max_skips: int = knob(
-        3, "stop after this many non-finite steps in a row (each is skipped)", unit="steps", low=1
+        3,
+        "stop after this many non-finite steps in a row (each is skipped)",
+        unit="steps",
+        low=1,
+        high=MANY,
     )
 
 
@@ -228,16 +246,18 @@ class Cluster:
     device: str = knob(
         "auto", "auto = cuda where torch sees one, else cpu", choices=("auto", "cpu", "cuda")
     )
-    gpus_per_node: int = knob(8, "ranks on one host; a tensor group stays inside", low=1)
+    gpus_per_node: int = knob(
+        8, "ranks on one host; a tensor group stays inside", low=1, high=2**16
+    )
     peak_tflops: float | None = knob(
         None,
         "dense bf16 peak of one device for MFU; null = looked up by device name",
         unit="TFLOP/s",
         above=0,
     )
-    timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1)
+    timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=10**7)
     threads: int | None = knob(
-        None, "CPU threads per rank; null = cores / ranks on this host", low=1
+        None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
     )
 
 
@@ -245,9 +265,9 @@ class Cluster:
 class Parallel:
     """Sizes of the axes of ranks. The data axis is what is left."""
 
-    tensor: int = knob(1, "ranks that share each layer", low=1)
-    pipeline: int = knob(1, "pipeline stages", low=1)
-    context: int = knob(1, "ranks that share each sequence", low=1)
+    tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
+    pipeline: int = knob(1, "pipeline stages", low=1, high=2**20)
+    context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
 
 @dataclass(frozen=True)
@@ -266,11 +286,19 @@ class Checkpoint:
     """When the state of a run is saved, and which saves stay."""
 
     interval: int = knob(
-        0, "steps between saves; 0 = only at the end (and at stop_after)", unit="steps", low=0
+        0,
+        "steps between saves; 0 = only at the end (and at stop_after)",
+        unit="steps",
+        low=0,
+        high=MANY,
     )
-    keep: int = knob(3, "newest checkpoints that stay", low=1)
+    keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
     keep_every: int = knob(
-        0, "checkpoints at multiples of this stay for ever; 0 = none", unit="steps", low=0
+        0,
+        "checkpoints at multiples of this stay for ever; 0 = none",
+        unit="steps",
+        low=0,
+        high=MANY,
     )
     verify: str = knob(
         "sampled",
@@ -285,30 +313,36 @@ class Recipe:
 
     run: str | None = knob(None, "folder under runs/; null = the recipe's name")
     seed: int = knob(1234, "seed of weights and of the data order", low=0, high=2**63 - 1)
-    steps: int | None = knob(None, "length of the run; or give tokens", unit="steps", low=1)
+    steps: int | None = knob(
+        None, "length of the run; or give tokens", unit="steps", low=1, high=MANY
+    )
     tokens: Any = knob(
         None, "length of the run: a number, or chinchilla = 20 per parameter", unit="tokens"
     )
     stop_after: int | None = knob(
-        None, "end after this step without touching the schedule", unit="steps", low=1
+        None, "end after this step without touching the schedule", unit="steps", low=1, high=MANY
     )
-    seq_len: int = knob(REQUIRED, "tokens the model sees at once", unit="tokens", low=1)
+    seq_len: int = knob(
+        REQUIRED, "tokens the model sees at once", unit="tokens", low=1, high=2**31 - 1
+    )
     batch_tokens: Any = knob(
         REQUIRED,
         "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
         unit="tokens",
     )
-    micro_batch: int = knob(1, "sequences per rank and forward pass", unit="sequences", low=1)
+    micro_batch: int = knob(
+        1, "sequences per rank and forward pass", unit="sequences", low=1, high=2**20
+    )
     precision: str = knob("bf16", "bf16 = bf16 weights, fp32 master", choices=("bf16", "fp32"))
     zero: Any = knob(1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/")
     warmup: Any = knob(
         0.01, "linear warm-up: a fraction below 1 of the run, or a number of steps", unit="steps"
     )
     eval_every: int = knob(
-        0, "steps between evaluations on held-out documents; 0 = only at the end", low=0
+        0, "steps between evaluations on held-out documents; 0 = only at the end", low=0, high=MANY
     )
     eval_tokens: int = knob(
-        65536, "held-out tokens per evaluation; 0 = no evaluation", unit="tokens", low=0
+        65536, "held-out tokens per evaluation; 0 = no evaluation", unit="tokens", low=0, high=MANY
     )
     recompute: str = knob(
         "none",
@@ -330,7 +364,7 @@ class Recipe:
         choices=("auto", "fresh"),
     )
     allow: Any = knob(
-        [], "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
+        (), "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
     )
     init_from: str | None = knob(
         None,

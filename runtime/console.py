@@ -72,21 +72,25 @@ class Console:
             return
         is_due = step % self._every == 0 or step == self._after_step + 1
         if is_due or is_last or is_evaluated or line["skipped"]:
-            self._stream.write(plain_text(line, self._total, left_s) + "\n")
-            self._stream.flush()
+            self._put(plain_text(line, self._total, left_s) + "\n")
 
     def say(self, text: str) -> None:
         """Print a message of its own line; the live line stays below it."""
         clear = TO_LINE_START_AND_CLEAR if self._shown else ""
-        self._stream.write(f"{clear}{text}\n{self._shown}")
-        self._stream.flush()
+        self._put(f"{clear}{text}\n{self._shown}")
 
     def close(self) -> None:
         """Leave the live line where it is and go to the next one; harmless when called twice."""
         if self._shown:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._put("\n")
             self._shown = ""
+
+    def _put(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:  # who read it has gone: the run goes on without them
+            self._stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
 
     def _draw(self, text: str, is_skipped: bool) -> None:
         color = YELLOW if is_skipped else GREEN
@@ -94,8 +98,7 @@ class Console:
             begin = text.find("[")
             text = f"{text[:begin]}{color}{text[begin : end + 1]}{PLAIN}{text[end + 1 :]}"
         self._shown = text
-        self._stream.write(TO_LINE_START_AND_CLEAR + text)
-        self._stream.flush()
+        self._put(TO_LINE_START_AND_CLEAR + text)
 
     def _left_s(self, step: int, now: float) -> float | None:
         first_step, first_now = self._first

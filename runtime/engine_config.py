@@ -149,12 +149,20 @@ def _merge(preset: Preset, ds: dict[str, Any]) -> tuple[Leaves, list[str]]:
                 f"{origin}={value!r} contradicts {preset.shown}, stage {preset.stage}; {instead}"
             )
             continue
+        if value is None and is_part_of(STAGE, key):
+            problems.append(f"{origin}=null would remove the ZeRO stage; choose one with zero=")
+            continue
         inside = [name for name in leaves if name.startswith(f"{key}.")]
         for name in inside:
             del leaves[name]
         if not (inside and value is None):
             leaves[key] = (value, origin)
     return leaves, problems
+
+
+def is_part_of(key: str, block: str) -> bool:
+    """Whether dotted `key` is `block` or lies in it."""
+    return key == block or key.startswith(f"{block}.")
 
 
 def _fill_owned(

@@ -42,6 +42,13 @@ def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fre
     `documents` (name -> text, or JSON) are put in place whole. With `is_fresh` a folder that exists
     is set aside under another name first. Raises UserError when another process holds the run.
     """
+    try:
+        return _open_folder(folder, documents, is_fresh)
+    except OSError as error:
+        raise UserError(f"run={folder.name}: {error.filename}: {error.strerror}") from None
+
+
+def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> TextIO:
     refuse_unwritable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if is_fresh and folder.exists():
@@ -82,9 +89,9 @@ def refuse_busy(folder: Path) -> None:
 
 def refuse_unwritable(folder: Path) -> None:
     """Raise UserError when the run's folder can be neither made nor written."""
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not parent.is_dir():
-        raise UserError(f"run={folder.name}: {parent} is a file, not a folder; move it away")
+        raise UserError(f"run={folder.name}: {parent} is no folder; move it away")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"run={folder.name}: no permission to write {folder} in {parent}")
 

@@ -111,7 +111,7 @@ def test_a_real_conflict_names_both_places(own_json):
     line = only(own_json({"gradient_accumulation_steps": "8", "zero_optimization": block}))
     assert "gradient_accumulation_steps='8' (" in line
     assert "own.json) contradicts 2 (layout" in line
-    assert "contradicts 16 (layout: 2 data ranks x micro_batch 4 x 2)" in only(
+    assert "contradicts 8 (layout: 2 data ranks x micro_batch 2 x 2)" in only(
         "ds.train_batch_size=5"
     )
     assert "contradicts 1.0 (recipe: optim.clip)" in only("ds.gradient_clipping=0.5")
@@ -145,7 +145,7 @@ def test_values_left_at_auto_are_listed_with_their_full_path(own_json):
     assert "ds.zero_optimization.overlap_comm" in line
     filled = {"train_batch_size": "auto", "gradient_clipping": "auto"}
     made = config(own_json({**filled, "zero_optimization": {"stage": 1}}))
-    assert (made.json["train_batch_size"], made.json["gradient_clipping"]) == (16, 1.0)
+    assert (made.json["train_batch_size"], made.json["gradient_clipping"]) == (8, 1.0)
 
 
 def test_a_misspelt_key_is_refused_with_the_nearest_one_at_every_depth(own_json):
