@@ -17,6 +17,14 @@ STEP ?=
 PROMPT ?=
 TESTS ?= tests
 
+# A misspelt variable would be ignored by make, and another run started than was meant.
+KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
+ifneq ($(STRANGE),)
+$(error refused: $(STRANGE): not a variable of this Makefile ($(KNOWN)); knobs go into OVERRIDES="zero=3 run=x")
+endif
+
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)

@@ -64,8 +64,15 @@ def ensure(source: Source, root: Path) -> Path:
 
 def build(name: str, folder: Path) -> None:
     """Build a built-in corpus into `folder` unless it is there when the lock is ours."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     report = Progress(f"corpus {name}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        open(folder.parent / f".{folder.name}.lock", "a").close()
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the corpus is not there and cannot be built: {error.filename}:"
+            f" {error.strerror}"
+        ) from None
     with _lock(folder.parent / f".{folder.name}.lock", report):
         if (folder / MANIFEST).is_file():
             return

@@ -177,8 +177,14 @@ class Stream:
             for number, uid in enumerate(self.uids)
         ]
 
-    def check(self, steps: int) -> list[str]:
-        """Warnings for a run of that many steps; raises UserError where max_epochs is exceeded."""
+    def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
+        """Warnings for a run of that many steps.
+
+        Raises UserError where a source exceeds its max_epochs, or where there is nothing to
+        evaluate on.
+        """
+        if eval_tokens:
+            self._evaluation_set(eval_tokens)
         notes = [note for corpus in self.corpora for note in corpus.notes]
         return notes + check_epochs(self.usage(steps), steps)
 

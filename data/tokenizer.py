@@ -155,7 +155,12 @@ def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
             f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); documents "
             "could not be told apart: name one of its tokens as the end token"
         )
-    return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token)
+    try:
+        return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token)
+    except UserError:
+        raise
+    except Exception as error:  # `tokenizers` raises bare Exceptions
+        raise UserError(f"{path}: not a tokenizer that can be opened: {error}") from None
 
 
 def library_version() -> str:
@@ -179,9 +184,17 @@ def _new_config() -> dict:
 
 
 def _token_text(token: str | dict | None) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{CONFIG_FILE}: a special token is {text!r}, expected text")
+    return text
 
 
 def _read_json(path: Path) -> dict:
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected an object")
     return {key: value for key, value in found.items() if value is not None}

@@ -74,7 +74,7 @@ def check(words: list[str], ranks: int) -> None:
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
     standing(folder, recipe, stream.state(), settled.last_step)
-    stream.check(settled.last_step)
+    stream.check(settled.last_step, recipe.eval_tokens)
 
 
 def command_of(ranks: int, words: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ from recipes.schema import Recipe, UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
+ADAM_ONLY = ("beta1", "beta2", "eps")
 GROUPS = ("model", "data", "optim", "cluster")
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 
@@ -80,7 +81,22 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
         raise UserError(*problems)
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=path.stem)
-    return Composed(recipe, origins, warnings + more)
+    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
+
+
+def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
+    """Overrides that nothing reads with the other settings as they are."""
+    optim = recipe.optim
+    readers = {
+        "optim.decay": ("optim.schedule=wsd", optim.schedule == "wsd"),
+        "optim.final_lr_ratio": ("another schedule", optim.schedule != "constant"),
+        **{f"optim.{name}": ("optim.name=adamw", optim.name == "adamw") for name in ADAM_ONLY},
+    }
+    return [
+        f"{key} has no effect: only {reader} reads it"
+        for key, (reader, is_read) in readers.items()
+        if not is_read and origins.get(key) == "override"
+    ]
 
 
 def compose_command(arguments: Sequence[str]) -> Composed:

@@ -35,19 +35,27 @@ GIB = 2**30
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m recipes.show`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="make show", description=__doc__)
-    parser.add_argument("--world", type=int, help="ranks; default: the fewest the recipe runs on")
+    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("words", nargs="+", help="recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         dish, *overrides = options.words
-        shown = collect(dish, overrides, options.world)
+        world = None if options.world is None else number_of_ranks(options.world)
+        shown = collect(dish, overrides, world)
     except UserError as error:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
     print(json.dumps(shown, indent=2) if options.json else text(shown))
     return 0
+
+
+def number_of_ranks(text: str) -> int:
+    """WORLD as a number. Raises UserError for anything that is not a count."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UserError(f"WORLD={text!r} is not a number of ranks; give 1 or more")
+    return int(text)
 
 
 def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Console:
             self._stream.write(text)
             self._stream.flush()
         except BrokenPipeError:  # who read it has gone: the run goes on without them
-            self._stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _draw(self, text: str, is_skipped: bool) -> None:
         color = YELLOW if is_skipped else GREEN

@@ -35,7 +35,7 @@ from model.init import initial_weight as initial
 from parallel.layout import Layout
 from recipes.schema import Recipe
 from runtime.optimizer import build_optimizer
-from runtime.process import Process
+from runtime.process import Process, Shared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NO_CONTEXT = contextlib.nullcontext()
@@ -166,11 +166,12 @@ def build(
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     model = build_model(recipe, layout, config, process, draw)
-    ds, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=build_optimizer(model.named_parameters(), recipe.optim),
-        config=config,
-    )
+    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    try:
+        ds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        # A combination of keys that only the engine refuses; all ranks find it.
+        raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
     return Engine(ds, layout, process)
 

@@ -284,6 +284,20 @@ def _check_together(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]
             f"{OFFLOAD} with parallel.pipeline={recipe.parallel.pipeline}: DeepSpeed 0.19.8 drops"
             " the gradient of tied weights there; use zero=pipeline"
         )
+    bucket, origin = leaves.get("zero_optimization.allgather_bucket_size", (2, ""))
+    if preset.stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
+        problems.append(
+            f"{_shown('zero_optimization.allgather_bucket_size', bucket, origin)} must be even at"
+            f" ZeRO stage {preset.stage}; nearest: {bucket + 1}"
+        )
+    if preset.stage == 2:
+        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+            value, origin = leaves.get(key, (plain, ""))
+            if value != plain:
+                problems.append(
+                    f"{_shown(key, value, origin)}: ZeRO stage 2 divides after the reduction;"
+                    " remove it, or use zero=1"
+                )
     for key in (ACCUM_DTYPE, "communication_data_type"):
         if recipe.precision == "fp32" and leaves[key][0] == "bf16":
             problems.append(

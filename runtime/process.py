@@ -27,6 +27,7 @@ from recipes.schema import Cluster, UserError
 # do not meet.
 BASE_PORT = 29500
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def die_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it died in between
+    if os.getppid() != PARENT:  # it died in between
         os.kill(os.getpid(), signal.SIGKILL)
 
 

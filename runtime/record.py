@@ -146,4 +146,4 @@ class Record:
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()
         self.console.close()
-        print(summary_text(summary), flush=True)
+        self.console.say(summary_text(summary))

@@ -20,7 +20,10 @@ TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 def read(path: Path, shown: str) -> dict[str, Any]:
     """The object in the file; `shown` is its name in messages. Raises UserError."""
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{shown}: {error.strerror}") from None
     if raw.startswith(b"\xef\xbb\xbf"):
         raise UserError(f"{shown}: line 1 column 1: a byte-order mark; save as UTF-8 without BOM")
     try:
@@ -31,6 +34,8 @@ def read(path: Path, shown: str) -> dict[str, Any]:
         raise UserError(f"{shown}: line {line} column {column}: not UTF-8 text") from None
     try:
         value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise UserError(f"{shown}: nested too deeply") from None
     except json.JSONDecodeError as error:
         reason, position = _reason(text, error)
         raise UserError(f"{shown}: {_place(text, position)}: {reason}") from None

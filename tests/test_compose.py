@@ -332,3 +332,24 @@ def test_suggestions_look_at_the_last_part_of_a_name():
     names = list(knob_names())
     assert did_you_mean("optm.lr", names) == "; did you mean optim.lr?"
     assert did_you_mean("xyzzy", names) == "."
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=99999999999999999999999",
+        "seed=" + "9" * 5000,
+        "eval_tokens=99999999999999999",
+        "batch_tokens=99999999999999999999",
+        "model.num_attention_heads=99999999999999999999999",
+        "cluster.threads=99999999999",
+        "cluster.timeout_s=99999999999999",
+        "data.tokenizer=" + "x" * 300,
+        "data.sources.prose.corpus=a/" + "y" * 300,
+    ],
+)
+def test_an_absurd_value_is_refused_at_once_in_one_line(override):
+    with pytest.raises(UserError) as refused:
+        compose("tiny", [override])
+    assert len(refused.value.problems) == 1
+    assert override.split("=")[0] in refused.value.problems[0]

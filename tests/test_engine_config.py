@@ -273,3 +273,8 @@ def test_an_optimizer_that_deepspeed_has_not_tested_is_allowed_only_where_chosen
 def test_no_key_is_both_listed_and_refused():
     assert not KEYS.keys() & REFUSED.keys()
     assert OWNED.keys() <= KEYS.keys()
+
+
+@pytest.mark.parametrize("key", ["ds.zero_optimization", "ds.zero_optimization.stage"])
+def test_the_stage_cannot_be_removed(key):
+    assert key in only(f"{key}=null")

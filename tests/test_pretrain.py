@@ -256,3 +256,66 @@ def test_a_damaged_block_ends_every_rank_before_it_is_used(clone, pair):
     assert "expected" in done.stdout
     metrics = clone / "runs" / "damaged" / "metrics.jsonl"
     assert not metrics.exists() or not read_metrics(metrics)
+
+
+def test_no_rank_outlives_a_killed_launcher(clone):
+    command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *SMALL]
+    command += ["run=orphans", "steps=100000", "eval_tokens=0"]
+    launcher = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment(PYTHONPATH=str(clone)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = clone / "runs" / "orphans" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = children(launcher.pid)
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children that run the entry."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            is_entry = b"pretrain.py" in (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == pid and is_entry:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_file_where_runs_should_be_is_refused(clone):
+    (clone / "runs" / "afile").write_text("x")
+    (clone / "runs" / "dangling").symlink_to("nowhere")
+    for name in ("afile", "dangling"):
+        done = start(clone, f"run={name}", "steps=2")
+        assert done.returncode == REFUSED
+        assert "is no folder" in done.stdout
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(clone):
+    command = [sys.executable, "-m", "launch.local", "--", *SMALL, "run=piped", "steps=30"]
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment(PYTHONPATH=str(clone)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == FINISHED
+    assert len(read_metrics(clone / "runs" / "piped" / "metrics.jsonl")) == 30
