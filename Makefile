@@ -29,7 +29,6 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
 export PROMPT
-export PYTHONDONTWRITEBYTECODE ?=
 
 ifdef PYTHON
 READY := python-given
@@ -47,43 +46,43 @@ help: ## this list
 	@python3 launch/setup.py .venv
 
 python-given: launch/setup.py
-	@$(PYTHON) launch/setup.py --check
+	@"$(PYTHON)" launch/setup.py --check
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
-	@exec $(PYTHON) -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
-	@exec $(PYTHON) -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
 
 recipes: $(READY) ## the recipes, with size and layout
-	@exec $(PYTHON) -m recipes.list
+	@exec "$(PYTHON)" -m recipes.list
 
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
-	@exec $(PYTHON) -m recipes.knobs $(if $(FIND),--find "$(FIND)")
+	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$(FIND)")
 
 checkpoints: $(READY) ## the checkpoints of RUN
-	@exec $(PYTHON) -m checkpoint.list "$(RUN)"
+	@exec "$(PYTHON)" -m checkpoint.list "$(RUN)"
 
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
-	@exec $(PYTHON) -m checkpoint.verify "$(RUN)" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.verify "$(RUN)" $(if $(STEP),--step "$(STEP)")
 
 export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
-	@exec $(PYTHON) -m checkpoint.export "$(RUN)" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.export "$(RUN)" $(if $(STEP),--step "$(STEP)")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec $(PYTHON) -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
 
 tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
-	@exec $(PYTHON) -m tensorboard.main --logdir runs --port "$(PORT)"
+	@exec "$(PYTHON)" -m tensorboard.main --logdir runs --port "$(PORT)"
 
 test: $(READY) ## the whole test suite
-	@exec $(PYTHON) -m pytest $(TESTS)
+	@exec "$(PYTHON)" -m pytest $(TESTS)
 
 lint: $(READY) ## ruff check and format check
-	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+	@"$(PYTHON)" -m ruff check . && "$(PYTHON)" -m ruff format --check .
 
 format: $(READY) ## ruff format and fix
-	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
+	@"$(PYTHON)" -m ruff format . && "$(PYTHON)" -m ruff check --fix .
 
 bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Trainer
-	@exec $(PYTHON) -m benchmarks.step
+	@exec "$(PYTHON)" -m benchmarks.step

@@ -175,10 +175,20 @@ def restore(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """The loop: one turn per step."""
+    """The loop, and the cause on record where it does not reach its end."""
+    record = open_record(run) if run.process.is_first else None
+    try:
+        loop(run, record)
+    except (UserError, OSError, KeyboardInterrupt) as error:
+        if record:
+            record.ended(error)
+        raise
+
+
+def loop(run: Run, record: Record | None) -> None:
+    """One turn per step."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    record = open_record(run) if me.is_first else None
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
         record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY

@@ -11,6 +11,7 @@ when read and cut off before the next append.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -86,7 +87,11 @@ class Ledger:
             "sources": sources,
         }
         # One write call per line: a kill leaves whole lines and at most one torn one, the last.
-        os.write(self._fd, (json.dumps(line, allow_nan=False) + "\n").encode())
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        written = os.write(self._fd, data)
+        if written != len(data):  # a full disk can end a write early without an error
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         os.fsync(self._fd)

@@ -236,7 +236,7 @@ def _to_text(value: Any) -> str:
     return value
 
 
-def _run(value: Any) -> str | None:
+def folder_name(value: Any) -> str | None:
     """A name for a folder under runs/ that no shell, glob or option parser misreads."""
     if value is None:
         return None
@@ -313,7 +313,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
 SPECIAL: dict[str, Callable] = {
-    "run": _run,
+    "run": folder_name,
     "allow": _names,
     "tokens": _tokens,
     "batch_tokens": _batch_tokens,

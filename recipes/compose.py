@@ -28,14 +28,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipes.check import is_text, to_recipe
+from recipes.check import folder_name, is_text, to_recipe
 from recipes.schema import Recipe, UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 ADAM_ONLY = ("beta1", "beta2", "eps")
 GROUPS = ("model", "data", "optim", "cluster")
-CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+CONFIG_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    YAMLError,
+    ValueError,
+    TypeError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
     if problems:
         raise UserError(*problems)
     if recipe.run is None:
-        recipe = dataclasses.replace(recipe, run=path.stem)
+        recipe = dataclasses.replace(recipe, run=run_name(path.stem))
     return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
 
 
@@ -106,6 +113,14 @@ def compose_command(arguments: Sequence[str]) -> Composed:
     if len(dishes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
     return compose(dishes_named[0], overrides)
+
+
+def run_name(stem: str) -> str:
+    """The run's name from the file name of its dish. Raises UserError where it is none."""
+    try:
+        return folder_name(stem)
+    except ValueError as error:
+        raise UserError(f"run={stem!r} (the recipe's file name) {error}; give run=NAME") from None
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -208,7 +223,8 @@ def _hydra_once(
 ) -> tuple[DictConfig, dict[str, str]]:
     """The same, once per state of the files."""
     choices = list(chosen)
-    search = [f"hydra.searchpath=[file://{RECIPES}]"] if path.parent != RECIPES else []
+    quoted = str(RECIPES).replace("\\", "\\\\").replace("'", "\\'")
+    search = [f"hydra.searchpath=['file://{quoted}']"] if path.parent != RECIPES else []
     with hydra.initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
         tree = hydra.compose(config_name=path.stem, overrides=choices + search)
         loader = GlobalHydra.instance().config_loader()
@@ -322,4 +338,4 @@ def _reason(error: Exception) -> str:
 def _one_line(error: Exception) -> str:
     """The first paragraph of a library's message, without its trailer."""
     text = str(error).split("\n    full_key")[0].split("\nSee https")[0]
-    return " ".join(text.split())
+    return " ".join(text.split()) or type(error).__name__

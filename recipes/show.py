@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def number_of_ranks(text: str) -> int:
     """WORLD as a number. Raises UserError for anything that is not a count."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
         raise UserError(f"WORLD={text!r} is not a number of ranks; give 1 or more")
     return int(text)
 

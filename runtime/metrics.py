@@ -157,7 +157,7 @@ class MetricsWriter:
         if val_loss is not None:
             line["val_loss"] = val_loss
         written = records.strict_line(line)
-        self._file.write(written.encode())
+        records.write_line(self._file, written)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)

@@ -187,10 +187,12 @@ def _under_srun() -> bool:
 
 
 def _number(name: str, slurm_name: str | None, default: int) -> int:
-    if name in os.environ:
-        return int(os.environ[name])
-    if slurm_name and _under_srun() and slurm_name in os.environ:
-        return int(os.environ[slurm_name])
+    for known in (name, slurm_name if _under_srun() else None):
+        if known and known in os.environ:
+            text = os.environ[known]
+            if not text.isdigit():
+                raise UserError(f"{known}={text!r} in the environment is not a number; unset it")
+            return int(text)
     return default
 
 

@@ -9,6 +9,7 @@ runtime.metrics.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from checkpoint.commit import SaveReport
 from checkpoint.resume import Change
-from recipes.schema import Recipe
+from recipes.schema import Recipe, UserError
 from runtime import run_folder
 from runtime.clock import Span
 from runtime.console import Console, summary_text
@@ -60,6 +61,7 @@ class Record:
         after_step: int,
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
+        self.is_closed = False
         self.console = Console(
             recipe.run, settled.last_step, after_step=after_step, every=recipe.log.every
         )
@@ -140,9 +142,20 @@ class Record:
             self.writer.event("save_failed", step=report.step, problem=report.problem)
             self.console.say(f"warning: no checkpoint of step {report.step}: {report.problem}")
 
+    def ended(self, error: BaseException) -> None:
+        """Put on record why this life ends before its last step, unless that is there already."""
+        if self.is_closed:
+            return
+        cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            self.writer.event(cause, reason=str(error) or type(error).__name__)
+            self.writer.close()
+        self.console.close()
+
     def close(self, cause: str) -> None:
         """Finish every file and print the run's numbers."""
         self.writer.event(cause)
+        self.is_closed = True
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()
         self.console.close()

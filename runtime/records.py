@@ -13,6 +13,7 @@ Units: times are UTC, ISO 8601 with milliseconds and a Z.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import numbers
@@ -20,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -57,7 +58,20 @@ def strict_line(fields: Mapping[str, Any]) -> str:
 def append_line(path: Path, fields: Mapping[str, Any]) -> None:
     """Add one line to `path` in a single write, so that two processes' lines never mix."""
     with open(path, "ab", buffering=0) as file:
-        file.write(strict_line(fields).encode())
+        write_line(file, strict_line(fields))
+
+
+def write_line(file: BinaryIO, line: str) -> None:
+    """Append a line whole or not at all to an unbuffered file.
+
+    On a full disk a write can end early without an error; the part is then cut off again. Raises
+    OSError.
+    """
+    data = line.encode()
+    written = file.write(data)
+    if written != len(data):
+        file.truncate(os.fstat(file.fileno()).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def repair(path: Path, say: Callable[[str], None] = print) -> bool:

@@ -258,6 +258,26 @@ def test_a_damaged_block_ends_every_rank_before_it_is_used(clone, pair):
     assert not metrics.exists() or not read_metrics(metrics)
 
 
+def test_a_damaged_block_is_the_cause_on_record(clone, pair):
+    done = start(clone, "run=cause", "steps=12", "data.sources.synthetic.corpus=corpora/damaged")
+    assert done.returncode == REFUSED
+    (event,) = read_events(clone / "runs" / "cause", "refused")
+    assert "expected" in event["reason"]
+
+
+def test_variables_of_a_cluster_left_in_the_shell_do_not_hang_a_single_rank(clone):
+    done = start(clone, "run=stray", "steps=2", WORLD_SIZE="2", RANK="1")
+    assert done.returncode == FINISHED, done.stdout
+
+
+@pytest.mark.parametrize("words", ["zero=3", "OVERIDES=zero=3"])
+def test_a_misspelt_make_variable_is_refused(clone, words):
+    command = ["make", f"PYTHON={sys.executable}", "show", words]
+    done = run_command(command, 60, cwd=clone, PYTHONPATH=str(clone))
+    assert done.returncode == 2
+    assert "OVERRIDES=" in done.stdout
+
+
 def test_no_rank_outlives_a_killed_launcher(clone):
     command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *SMALL]
     command += ["run=orphans", "steps=100000", "eval_tokens=0"]
