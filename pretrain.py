@@ -34,6 +34,7 @@ from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
+from data.tokenizer import load_tokenizer
 from data.windows import Batch
 from parallel.layout import Layout, startable
 from recipes.compose import compose_command, recipe_yaml
@@ -117,7 +118,7 @@ def prepare(arguments: list[str]) -> Run | None:
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step)
         return None
-    draw, notes = starting_weights(recipe, stands.step)
+    draw, notes = starting_weights(recipe, stands.step, stream)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
@@ -145,7 +146,7 @@ def say_finished(recipe: Recipe, step: int) -> None:
         )
 
 
-def starting_weights(recipe: Recipe, step: int) -> tuple[Draw | None, list[str]]:
+def starting_weights(recipe: Recipe, step: int, stream: Stream) -> tuple[Draw | None, list[str]]:
     """Where the weights come from, and a note: a checkpoint of this run, `init_from`, or chance."""
     if step:
         if recipe.init_from is None:
@@ -153,14 +154,28 @@ def starting_weights(recipe: Recipe, step: int) -> tuple[Draw | None, list[str]]
         return None, [f"init_from={recipe.init_from} began this run, which goes on from its own"]
     if recipe.init_from is None:
         return initial, []
-    weights = weights_from(recipe.init_from)
+    weights = weights_from(str(ROOT / recipe.init_from))
     check_fit(weights, recipe.model)
     check_names(weights, decoder_config(recipe))
+    if weights.tokenizer is not None:
+        check_tokenizer(ROOT / weights.tokenizer, stream)
 
     def draw(name, shape, seed, config, rows):
         return weights.read_rows(name, rows.start, rows.stop)
 
     return draw, [f"weights from {weights.label}; optimizer, schedule and data start anew"]
+
+
+def check_tokenizer(folder: Path, stream: Stream) -> None:
+    """Raise UserError where the corpus was not made with the tokenizer that weights belong to."""
+    found = load_tokenizer(folder).fingerprint()
+    for uid, corpus in zip(stream.uids, stream.corpora, strict=True):
+        if corpus.tokenizer_fingerprint not in (None, found):
+            raise UserError(
+                f"init_from: the weights were trained with the tokenizer in {folder}"
+                f" ({found[:16]}), data.sources.{uid} was made with another one"
+                f" ({corpus.tokenizer_fingerprint[:16]}); tokenize the text with that tokenizer"
+            )
 
 
 def restore(run: Run) -> None:

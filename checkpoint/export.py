@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from checkpoint.list import run_folder
-from checkpoint.weights import RunWeights, check_names
+from checkpoint.weights import RunWeights, check_names, find_tokenizer
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
 from recipes.schema import UserError
@@ -232,18 +232,6 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 ```
 """
-
-
-def find_tokenizer(state: dict[str, Any]) -> Path | None:
-    """The tokenizer folder that the recipe's data names: its own, or that of its first corpus."""
-    data = state["recipe"].get("data", {})
-    if data.get("tokenizer"):
-        return Path(data["tokenizer"])
-    for source in data.get("sources", {}).values():
-        folder = Path(source["corpus"]) / "tokenizer"
-        if folder.is_dir():
-            return folder
-    return None
 
 
 def main(arguments: list[str]) -> int:

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from checkpoint.export import export, find_tokenizer
+from checkpoint.export import export
 from checkpoint.list import run_folder
-from checkpoint.weights import RunWeights
+from checkpoint.weights import RunWeights, find_tokenizer
 from recipes.schema import UserError
 
 

@@ -52,6 +52,7 @@ class Weights(Protocol):
 
     label: str  # where they come from, for records
     model: dict[str, Any]  # fields of recipes.schema.Model
+    tokenizer: Path | None  # folder of the tokenizer they were trained with, where it is known
     shapes: dict[str, tuple[int, ...]]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -116,6 +117,18 @@ def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def find_tokenizer(state: dict[str, Any]) -> Path | None:
+    """The tokenizer folder that the recipe's data names: its own, or that of its first corpus."""
+    data = state["recipe"].get("data", {})
+    if data.get("tokenizer"):
+        return Path(data["tokenizer"])
+    for source in data.get("sources", {}).values():
+        folder = Path(source["corpus"]) / "tokenizer"
+        if folder.is_dir():
+            return folder
+    return None
+
+
 class RunWeights:
     """Weights of a checkpoint of ours, without its optimizer states."""
 
@@ -131,6 +144,7 @@ class RunWeights:
             raise UserError(f"init_from={run}@{found.step}: {error}") from None
         self.label = f"{run}@{found.step}"
         self.folder, self.state = found.folder, found.manifest.state
+        self.tokenizer = find_tokenizer(self.state)
         index = self.source.index
         self.shapes = {
             name: index.shapes[number]
@@ -155,6 +169,7 @@ class FolderWeights:
 
     def __init__(self, folder: Path):
         self.label = str(folder)
+        self.tokenizer = folder if (folder / "tokenizer.json").is_file() else None
         config = _json(folder / "config.json")
         problems = _unfit(config)
         self.files = {} if problems else self._find(folder)

@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from clones import SMALL, make_clone, start
-from ranks import environment
+from ranks import ROOT, environment
 
 from checkpoint.choose import at_step
 from checkpoint.comm import Alone
@@ -195,14 +196,60 @@ def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(clone, straig
 
 
 def test_weights_of_another_run_start_a_new_one(clone, straight):
-    done = start(clone, "run=child", *SHORT, "init_from=runs/straight@9", "stop_after=1")
+    words = ["init_from=runs/straight@9", "stop_after=1", "zero=3"]
+    done = start(clone, "run=child", *SHORT, *words, nproc=2)
     assert done.returncode == FINISHED, done.stdout
     assert "weights from" in done.stdout
     (first,) = lines_of(clone / "runs" / "child")
     assert first["step"] == 1
     assert first["lr"] == lines_of(straight)[0]["lr"]
-    assert first["loss"] < lines_of(straight)[0]["loss"]
+    assert first["loss"] < lines_of(straight)[0]["loss"] - 0.1
     assert read_history(clone / "runs" / "child")[0]["init_from"] == "runs/straight@9"
+
+
+def test_weights_of_another_tokenizer_are_refused(clone, straight, tmp_path):
+    """The corpus of the recipe is `sotu`, with a tokenizer of its own; the folder's is of bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from data.tokenizer import byte_tokenizer
+
+    shape = dict(vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=4)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    folder = tmp_path / "llama"
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    if (ROOT / "corpora" / "sotu").is_dir():
+        (clone / "corpora").mkdir(exist_ok=True)
+        (clone / "corpora" / "sotu").symlink_to(ROOT / "corpora" / "sotu")
+    words = ["data=sotu", "model.vocab_size=8192", "model.rms_norm_eps=1e-6", f"init_from={folder}"]
+    done = start(clone, "run=foreign", *SHORT, *words, timeout_s=240)
+    assert done.returncode == REFUSED, done.stdout
+    assert "the weights were trained with the tokenizer" in done.stdout
+    assert not (clone / "runs" / "foreign").exists()
+
+
+def test_a_run_goes_on_exactly_at_an_epochs_end(clone):
+    """24 windows, 8 per step: epochs end after steps 3 and 6."""
+    from data.writer import CorpusWriter
+
+    writer = CorpusWriter(clone / "corpora" / "epochs", 64, 63)
+    ids = np.arange(24 * 64 + 1) % 61
+    ids[-1] = 63
+    writer.add("train", ids)
+    writer.close({"name": "epochs", "tokenizer": None, "bos_id": None})
+    source = "data.sources={small: {corpus: corpora/epochs}}"
+    for run, stops in (("epochs", ["stop_after=3", "stop_after=6", ""]), ("epochs-whole", [""])):
+        for stop in stops:
+            words = [f"run={run}", "steps=8", "eval_tokens=0", source, *filter(None, [stop])]
+            done = start(clone, *words)
+            assert done.returncode == FINISHED, done.stdout
+    runs = clone / "runs"
+    assert [line["loss"] for line in lines_of(runs / "epochs")] == [
+        line["loss"] for line in lines_of(runs / "epochs-whole")
+    ]
+    hashes = [value for _, value in hashes_of(runs / "epochs")]
+    assert hashes == [value for _, value in hashes_of(runs / "epochs-whole")]
+    assert len(set(hashes)) == 8  # no epoch repeats the order of another
 
 
 def test_weights_that_do_not_fit_are_refused_with_every_difference(clone, straight):
