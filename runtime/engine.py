@@ -266,7 +266,12 @@ def import_muon_uncompiled() -> None:
 
 def quiet() -> None:
     """Warnings only from DeepSpeed, and none about names that DeepSpeed itself still uses."""
+    from deepspeed.runtime import bf16_optimizer
+
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # BF16_Optimizer prints 18 lines of memory and collects garbage six times, whatever the level:
+    # a second of every start.
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
