@@ -20,7 +20,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from parallel.layout import startable
 from recipes.compose import compose_command
-from recipes.schema import UserError
+from recipes.schema import UserError, read_ranks
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.resuming import standing
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     options = parser.parse_args(arguments)
     try:
-        ranks = number_of_ranks(options.nproc)
+        ranks = read_ranks("NPROC", options.nproc)
         check(options.words, ranks)
     except UserError as error:
         for problem in error.problems:
@@ -71,13 +71,6 @@ def end_with_make() -> None:
     """Ask Linux for a SIGTERM when the make that started this is killed, where one did."""
     if "MAKELEVEL" in os.environ and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def number_of_ranks(text: str) -> int:
-    """NPROC as a number. Raises UserError for anything that is not a count."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise UserError(f"NPROC={text!r} is not a number of ranks; give 1 or more")
-    return int(text)
 
 
 def check(words: list[str], ranks: int) -> None:

@@ -85,6 +85,13 @@ def as_float(value: Any) -> float:
     return number
 
 
+def read_ranks(variable: str, text: str) -> int:
+    """A number of ranks given as text. Raises UserError that names the `variable`."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise UserError(f"{variable}={text[:80]!r} is not a number of ranks; give 1 or more")
+    return int(text)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
 

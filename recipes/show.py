@@ -21,7 +21,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from parallel.layout import startable
 from recipes.compose import Composed, compose
-from recipes.schema import Recipe, UserError
+from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.settle import Settled, settle
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         dish, *overrides = options.words
-        world = None if options.world is None else number_of_ranks(options.world)
+        world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(dish, overrides, world)
     except UserError as error:
         for problem in error.problems:
@@ -49,13 +49,6 @@ def main(arguments: Sequence[str]) -> int:
         return REFUSED
     print(json.dumps(shown, indent=2) if options.json else text(shown))
     return 0
-
-
-def number_of_ranks(text: str) -> int:
-    """WORLD as a number. Raises UserError for anything that is not a count."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise UserError(f"WORLD={text!r} is not a number of ranks; give 1 or more")
-    return int(text)
 
 
 def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
