@@ -18,8 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The test process's environment with one thread per rank, CPU, and the project importable."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    """The test process's environment with one thread per rank, CPU, and the project importable.
+
+    Without what an outer launcher or an outer make (`make test`) would tell the inner one.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "MAKE", "MFLAGS"))
+    }
     return kept | {
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
