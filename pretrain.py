@@ -114,7 +114,7 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), settled.last_step)
+    stands = standing(folder, recipe, stream.state(), schedule.tokens_after)
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step)
         return None
@@ -183,7 +183,9 @@ def restore(run: Run) -> None:
     run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
     state = RunState.from_dict(run.loaded.state)
     # The manifest that was looked at before may not be the one that was whole.
-    run.changes = compare(run.loaded.state, run.recipe, run.stream.state())
+    run.changes = compare(
+        run.loaded.state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
+    )
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
         restore_random_states(run.loaded.local["random"], run.process.device)

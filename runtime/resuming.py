@@ -9,6 +9,7 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,13 @@ class Standing:
     changes: list[Change]
 
 
-def standing(folder: Path, recipe: Recipe, data_state: dict[str, Any], last_step: int) -> Standing:
-    """What `folder` says about starting `recipe`, whose run ends after `last_step`.
+def standing(
+    folder: Path,
+    recipe: Recipe,
+    data_state: dict[str, Any],
+    tokens_after: Callable[[int], int],
+) -> Standing:
+    """What `folder` says about starting `recipe`; `tokens_after` is its batch schedule's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -46,7 +52,7 @@ def standing(folder: Path, recipe: Recipe, data_state: dict[str, Any], last_step
     state = newest_state(folder)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state["step"], compare(state, recipe, data_state))
+    return Standing(False, state["step"], compare(state, recipe, data_state, tokens_after))
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
@@ -59,7 +65,12 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def compare(state: dict[str, Any], recipe: Recipe, data_state: dict[str, Any]) -> list[Change]:
+def compare(
+    state: dict[str, Any],
+    recipe: Recipe,
+    data_state: dict[str, Any],
+    tokens_after: Callable[[int], int],
+) -> list[Change]:
     """Differences between a checkpoint's recipe and data and those of now.
 
     Raises UserError with every one that is not allowed.
@@ -67,8 +78,16 @@ def compare(state: dict[str, Any], recipe: Recipe, data_state: dict[str, Any]) -
     stored = state["recipe"] | {"identity": identity(state["data"])}
     now = dataclasses.asdict(recipe) | {"identity": identity(data_state)}
     verdict = check_resume(stored, now, recipe.allow)
-    if verdict.problems:
-        raise UserError(*(f"run={recipe.run}: {line}" for line in verdict.problems))
+    problems = list(verdict.problems)
+    step, trained = state["step"], state["tokens"]
+    if tokens_after(step) != trained:
+        problems.append(
+            f"batch_tokens={recipe.batch_tokens} would put step {step} at {tokens_after(step)}"
+            f" tokens, but {trained} were trained on: samples would be left out or repeated. Keep"
+            f" the past in a ramp, such as batch_tokens=[[0,OLD],[{step},NEW]]"
+        )
+    if problems:
+        raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes
 
 

@@ -228,6 +228,18 @@ def test_weights_of_another_tokenizer_are_refused(clone, straight, tmp_path):
     assert not (clone / "runs" / "foreign").exists()
 
 
+def test_a_changed_batch_keeps_the_past_or_is_refused(clone):
+    words = ["run=batch", "steps=6", "eval_tokens=0", "allow=[batch_tokens]"]
+    assert start(clone, *words, "stop_after=3").returncode == FINISHED
+    done = start(clone, *words, "batch_tokens=1024")
+    assert done.returncode == REFUSED
+    assert "[[0,OLD],[3,NEW]]" in done.stdout
+    done = start(clone, *words, "batch_tokens=[[0,512],[3,1024]]")
+    assert done.returncode == FINISHED, done.stdout
+    samples = [line["samples"] for line in read_ledger(clone / "runs" / "batch" / "ledger")]
+    assert samples == [[0, 8], [8, 16], [16, 24], [24, 40], [40, 56], [56, 72]]
+
+
 def test_a_run_goes_on_exactly_at_an_epochs_end(clone):
     """24 windows, 8 per step: epochs end after steps 3 and 6."""
     from data.writer import CorpusWriter
