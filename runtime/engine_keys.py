@@ -130,7 +130,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.log_trace_cache_warnings": _zero3(bool, "say when the order changes"),
     "zero_optimization.enable_sanity_checks": _zero3(bool, "DeepSpeed's internal checks"),
     "zero_optimization.offload_optimizer.device": Key(
-        str, "where optimizer states live", choices=("none", "cpu")
+        str, "where optimizer states live", choices=("none", "cpu"), readers=(ZERO_12, ZERO_3)
     ),
     "zero_optimization.offload_optimizer.pin_memory": _zero(bool, "page-locked host memory"),
     "zero_optimization.offload_param.device": _zero3(

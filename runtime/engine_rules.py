@@ -99,7 +99,7 @@ def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> l
     built = optimizer_class(stage, leaves)
     return [
         *_unread(leaves, stage, built),
-        *_switched_off(leaves),
+        *_switched_off({key: leaf for key, leaf in leaves.items() if _is_read(key, built)}),
         *_pipeline(leaves, recipe, stage),
         *_division(leaves, stage, built),
         *_sizes(leaves, stage, data_size),
@@ -107,15 +107,18 @@ def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> l
     ]
 
 
+def _is_read(key: str, built: str) -> bool:
+    return key in KEYS and built in KEYS[key].readers
+
+
 def _unread(leaves: Leaves, stage: int, built: str) -> list[str]:
     """Keys whose readers are not built: at this stage, or in this run."""
     problems = []
     for key, (value, origin) in leaves.items():
-        rule = KEYS.get(key)
-        if rule is None or built in rule.readers:
+        if key not in KEYS or _is_read(key, built):
             continue
-        if stage not in rule.stages:
-            stages = " or ".join(map(str, rule.stages))
+        if stage not in KEYS[key].stages:
+            stages = " or ".join(map(str, KEYS[key].stages))
             problems.append(
                 f"{shown(key, value, origin)} has no effect at ZeRO stage {stage}: only {stages}"
                 " reads it"
