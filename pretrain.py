@@ -358,8 +358,9 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
     ]
     for use in run.stream.usage(settled.last_step):
+        rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
-            f"source {use.uid}: {use.tokens:,} tokens, {use.epochs:.2f} epochs ({use.corpus})"
+            f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]

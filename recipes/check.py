@@ -229,6 +229,8 @@ def _to_bool(value: Any) -> bool:
 def _to_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
+    if not value.strip():
+        raise ValueError("is empty; null means none")
     if any(ord(letter) < 32 for letter in value):
         raise ValueError("has a control character")
     if any(len(part.encode(errors="replace")) > LONGEST_PART for part in value.split("/")):
