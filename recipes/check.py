@@ -229,13 +229,18 @@ def _to_bool(value: Any) -> bool:
 def _to_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
-    if not value.strip():
-        raise ValueError("is empty; null means none")
     if any(ord(letter) < 32 for letter in value):
         raise ValueError("has a control character")
     if any(len(part.encode(errors="replace")) > LONGEST_PART for part in value.split("/")):
         raise ValueError(f"has a part longer than {LONGEST_PART} bytes, which no file system takes")
     return value
+
+
+def _to_filled_text(value: Any) -> str:
+    text = _to_text(value)
+    if not text.strip():
+        raise ValueError("is empty; null means none")
+    return text
 
 
 def folder_name(value: Any) -> str | None:
@@ -313,7 +318,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
+CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_filled_text}
 SPECIAL: dict[str, Callable] = {
     "run": folder_name,
     "allow": _names,

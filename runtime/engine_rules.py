@@ -147,7 +147,7 @@ def _switched_off(leaves: Leaves) -> list[str]:
 
 
 def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
-    """The pipeline block and the pipeline size belong together; offload and overlap do not."""
+    """The pipeline block and the pipeline size belong together; offload and pipeline do not."""
     size = recipe.parallel.pipeline
     block = {key: leaf for key, leaf in leaves.items() if key.startswith("pipeline.")}
     problems = []
@@ -167,13 +167,6 @@ def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
         problems.append(
             f"{OFFLOAD} with parallel.pipeline={size}: DeepSpeed 0.19.8 drops the gradient of tied"
             " weights there; use zero=pipeline"
-        )
-    overlap = f"{ZERO}.overlap_comm"
-    value, origin = leaves.get(overlap, (False, ""))
-    if size > 1 and value is True and is_override(origin):
-        problems.append(
-            f"{shown(overlap, value, origin)} has no effect with parallel.pipeline={size}:"
-            " gradients are sent after the last micro-batch; remove it"
         )
     return problems
 
