@@ -101,6 +101,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     None when the run is finished already.
     """
+    process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
