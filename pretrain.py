@@ -368,4 +368,4 @@ def banner(run: Run) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.leave(main(sys.argv[1:]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from ranks import run_command
 
 from recipes.schema import Cluster, UserError
 from runtime import process
@@ -102,6 +105,15 @@ def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys)
         "refused: two",
         "refused: three",
     ]
+
+
+def test_leaving_flushes_what_was_said_and_skips_the_interpreters_shutdown():
+    code = (
+        "import atexit, os\nfrom runtime import process\n"
+        "atexit.register(os.abort)\nprint('said')\nprocess.leave(7)"
+    )
+    done = run_command([sys.executable, "-c", code], timeout_s=60)
+    assert (done.returncode, done.stdout) == (7, "said\n")
 
 
 def test_a_problem_that_only_a_later_rank_of_a_host_has_is_printed(monkeypatch, capsys):

@@ -135,9 +135,7 @@ def test_overrides_reach_the_recipe_as_they_were_typed():
     typed = "'data.sources={a: {corpus: \"$HOME/*.{x,y} z\"}}' zero=2 'seed=${steps}'"
     command = ["make", "--no-print-directory", "show", f"PYTHON={sys.executable}"]
     done = run_command([*command, f"OVERRIDES={typed}"], timeout_s=60)
-    shown = {
-        name: value for name, value in re.findall(r"^  (\S+) +(.*?)  +\S+$", done.stdout, re.M)
-    }
+    shown = dict(re.findall(r"^  (\S+) +(.*?)  +\S+$", done.stdout, re.M))
     assert shown["data.sources.a.corpus"] == "$HOME/*.{x,y} z"
     assert (shown["zero"], shown["seed"]) == ("2", shown["steps"])
     done = run_command([*command, "OVERRIDES=run='x"], timeout_s=60)
