@@ -125,8 +125,8 @@ def engine_config(
     leaves = _merge(preset, recipe.ds, problems)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
     _fill_derived(leaves, recipe, accumulates)
-    problems += _check_leaves(leaves)
-    problems += problems_of(leaves, recipe, preset.stage, data_size)
+    bad, legal = _check_leaves(leaves)
+    problems += bad + problems_of(legal, recipe, preset.stage, data_size)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     if recipe.optim.name != "adamw":
@@ -223,9 +223,11 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool) -> None:
             leaves[key] = (value, f"always: {reason}")
 
 
-def _check_leaves(leaves: Leaves) -> list[str]:
-    """Each key known, of its type and in its range; normalises numbers."""
-    problems, autos = [], []
+def _check_leaves(leaves: Leaves) -> tuple[list[str], Leaves]:
+    """Problems, and the leaves without any: known, of their type, in their range. Normalises
+    numbers.
+    """
+    problems, autos, legal = [], [], {}
     for key, (value, origin) in leaves.items():
         given = shown(key, value, origin)
         refused = refusal(key)
@@ -243,12 +245,12 @@ def _check_leaves(leaves: Leaves) -> list[str]:
             problems.append(f"{given}: {NVME}")
         else:
             try:
-                leaves[key] = (_typed(key, value), origin)
+                leaves[key] = legal[key] = (_typed(key, value), origin)
             except ValueError as error:
                 problems.append(f"{given} {error}: {KEYS[key].meaning}")
     if autos:
         problems.append(f'still at "auto", which nothing here fills: {", ".join(autos)}; set each')
-    return problems
+    return problems, legal
 
 
 def _unknown(key: str, origin: str) -> str:
@@ -283,9 +285,11 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; an empty block has none."""
+    """(dotted key, value) of every leaf; an empty block and a name with a dot have none."""
     leaves = []
     for key, value in tree.items():
+        if "." in str(key):
+            continue
         path = f"{prefix}{key}"
         leaves += _flat(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
     return leaves

@@ -219,7 +219,7 @@ def _precision(leaves: Leaves, recipe: Recipe) -> list[str]:
         f"{shown(key, 'bf16', leaves[key][1])} contradicts precision=fp32, the reference;"
         " use precision=bf16"
         for key in (ACCUM_DTYPE, COMM_DTYPE)
-        if recipe.precision == "fp32" and leaves[key][0] == "bf16"
+        if recipe.precision == "fp32" and value_of(leaves, key, "fp32") == "bf16"
     ]
 
 

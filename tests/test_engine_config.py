@@ -188,6 +188,8 @@ def test_values_of_the_wrong_type_or_range_are_refused():
     assert "is not a whole number" in only(f"{key}=1.5")
     assert "is not a whole number" in only(f"{key}=many")
     assert "is not true or false" in only("ds.zero_optimization.overlap_comm='true'")
+    assert "must be at least 1" in only("zero=3", "ds.zero_optimization.zero_hpz_partition_size=0")
+    assert "synchronises the device" in only("ds.timers.throughput.enabled=0")
     assert "is not one of fp32, bf16" in only("ds.communication_data_type=fp16")
     for size in (1, 1000, 500_000_000):
         assert config(f"{key}={size}").json["zero_optimization"]["reduce_bucket_size"] == size
