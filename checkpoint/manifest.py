@@ -15,11 +15,13 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.blocks import Damaged, digest, opened
+from checkpoint.blocks import Damaged, check_size, digest, opened
+from recipes.schema import UserError
 
 FORMAT = 1
 NAME = "MANIFEST.json"
@@ -62,7 +64,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest; Damaged unless checksum, format, values and names of files are right."""
+    """The manifest; Damaged unless checksum, values and names of files are right. Raises UserError
+    for a format of another version: such a checkpoint is whole, and nobody's to pass over.
+    """
     head = HEAD.encode()
     stored = data[len(head) : len(head) + 32]
     blank = data[: len(head)] + BLANK.encode() + data[len(head) + 32 :]
@@ -71,16 +75,20 @@ def decode(data: bytes, path: Path) -> Manifest:
     try:
         values = json.loads(data)
         del values["checksum"]
-        manifest = Manifest(**values)
-        _check(manifest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        written = values.get("format")
+        if written == FORMAT:
+            manifest = Manifest(**values)
+            _check(manifest)
+            return manifest
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: {error}") from None
-    return manifest
+    raise UserError(
+        f"{path}: written in format {written!r}, and this version of the project reads format"
+        f" {FORMAT}; go on with the version that wrote it"
+    )
 
 
 def _check(manifest: Manifest) -> None:
-    if manifest.format != FORMAT:
-        raise ValueError(f"format {manifest.format}, this version reads {FORMAT}")
     numbers = (manifest.step, manifest.epoch, manifest.world)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("step, epoch and world must be whole numbers")
@@ -116,6 +124,27 @@ def read_manifest(folder: Path) -> Manifest:
     if named and int(named.group(1)) != manifest.step:
         raise Damaged(f"{path}: is of step {manifest.step}")
     return manifest
+
+
+def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Files of a checkpoint that are missing or have another size, one line each; opens all."""
+    problems = []
+    for name, (num_bytes, _) in manifest.files.items():
+        try:
+            with opened(folder / name) as descriptor:
+                check_size(descriptor, folder / name, num_bytes)
+        except Damaged as damage:
+            problems += damage.problems
+    return problems
+
+
+def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
+    """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
+    return UserError(
+        *(problem for _, problems in damaged for problem in problems),
+        f"{damaged[0][0].parent} holds {len(damaged)} checkpoints and none is whole; repair one, or"
+        " start from step 0 with resume=fresh",
+    )
 
 
 def committed(checkpoints: Path) -> list[tuple[int, Path]]:
