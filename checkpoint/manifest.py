@@ -10,6 +10,7 @@ pattern that has no room for a path. Units: bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -164,14 +165,17 @@ def committed(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def sweep(checkpoints: Path, keep: Path | None = None) -> list[str]:
-    """Remove what unfinished saves and removals left; names that went. Never follows links."""
+    """Remove what unfinished saves and removals left; names that went. Never follows links; what
+    cannot be removed stays, since only its own step is in its way.
+    """
     gone = []
     for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
         path = checkpoints / entry.name
         if STALE_PATTERN.fullmatch(entry.name) and path != keep:
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-            gone.append(entry.name)
+            with contextlib.suppress(OSError):
+                if stat.S_ISDIR(os.lstat(path).st_mode):
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+                gone.append(entry.name)
     return gone

@@ -51,6 +51,7 @@ class Weights(Protocol):
     """Weights that can be read in part."""
 
     label: str  # where they come from, for records
+    folder: Path  # that is read
     model: dict[str, Any]  # fields of recipes.schema.Model
     tokenizer: Path | None  # folder of the tokenizer they were trained with, where it is known
     shapes: dict[str, tuple[int, ...]]
@@ -168,14 +169,17 @@ class FolderWeights:
     """A Hugging Face folder of safetensors."""
 
     def __init__(self, folder: Path):
-        self.label = str(folder)
+        self.label, self.folder = str(folder), folder
         self.tokenizer = folder if (folder / "tokenizer.json").is_file() else None
         config = _json(folder / "config.json")
-        problems = _unfit(config)
-        self.files = {} if problems else self._find(folder)
+        try:
+            problems = _unfit(config)
+            self.model = {} if problems else _fields(config)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            problems = [f"config.json: {type(error).__name__} {error}"]
         if problems:
             raise UserError(*(f"init_from={folder}: {problem}" for problem in problems))
-        self.model = _fields(config)
+        self.files = self._find(folder)
         self.opened: dict[Path, Any] = {}
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self.files}
         if self.model["tie_word_embeddings"]:  # a second copy, if there is one, is the same
@@ -185,7 +189,9 @@ class FolderWeights:
         """{name of a weight: file}."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            names = _json(index).get("weight_map", {})
+            names = _json(index).get("weight_map")
+            if not isinstance(names, dict):
+                raise UserError(f"init_from={folder}: {index.name} has no weight_map")
             bad = [file for file in names.values() if not FILE_PATTERN.fullmatch(str(file))]
             if bad:
                 raise UserError(f"init_from={folder}: {index.name} names the file {bad[0]!r}")
@@ -201,7 +207,10 @@ class FolderWeights:
         path = self.files[name]
         if path not in self.opened:
             self.opened[path] = _opened(path)
-        return self.opened[path].get_slice(name)
+        try:
+            return self.opened[path].get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"init_from: {path}: {error}") from None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Converted to fp32 whatever the file holds."""
@@ -217,9 +226,12 @@ def _opened(path: Path) -> Any:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"init_from: {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"init_from: {path}: holds no names with values")
+    return values
 
 
 def _unfit(config: dict) -> list[str]:
