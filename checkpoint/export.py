@@ -260,8 +260,8 @@ def main(arguments: list[str]) -> int:
             tokenizer=tokenizer,
             check=not options.no_check,
         )
-    except UserError as error:
-        print(error, file=sys.stderr)
+    except (UserError, OSError) as error:  # a full disk, a folder that cannot be made
+        print(f"refused: {error}", file=sys.stderr)
         return 2
     if tokenizer is None:
         print("no tokenizer was found or exported; give --tokenizer", file=sys.stderr)

@@ -44,6 +44,8 @@ FIELDS = (
     "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
     "qkv_bias", "qk_norm",
 )  # fmt: skip
+# What fp32 can take over as it is; integers and fp8 are quantized, and need their scales.
+DTYPES = ("F64", "F32", "F16", "BF16")
 FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
 
 
@@ -182,6 +184,13 @@ class FolderWeights:
         self.files = self._find(folder)
         self.opened: dict[Path, Any] = {}
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self.files}
+        kinds = {name: self._slice(name).get_dtype() for name in self.files}
+        if problems := [
+            f"init_from={folder}: {name} is stored as {kind}; what is read: {', '.join(DTYPES)}"
+            for name, kind in kinds.items()
+            if kind not in DTYPES
+        ]:
+            raise UserError(*problems)
         if self.model["tie_word_embeddings"]:  # a second copy, if there is one, is the same
             self.shapes.pop("lm_head.weight", None)
 

@@ -22,8 +22,8 @@ from checkpoint.blocks import Damaged
 from checkpoint.choose import Keep, at_step, newest, removable, set_aside, verify
 from checkpoint.comm import Alone
 from checkpoint.commit import save
-from checkpoint.manifest import Manifest, committed, decode, encode, read_manifest, sweep
 from checkpoint.index import Fragment
+from checkpoint.manifest import Manifest, committed, decode, encode, read_manifest, sweep
 from checkpoint.restore import load
 from checkpoint.storage import parse_index
 from recipes.schema import UserError

@@ -16,6 +16,7 @@ from test_storage import Payload
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from checkpoint import export as exporter
+from checkpoint import sample as sampler
 from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.export import export
@@ -211,6 +212,37 @@ def test_the_command_exports_the_step_asked_for_or_says_why_not(tmp_path, capsys
     assert "it has: 3, 4" in capsys.readouterr().err
 
 
+def test_a_full_disk_or_a_wrong_place_is_said_in_a_line(tmp_path, capsys):
+    trained(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert exporter.main([str(tmp_path / "run"), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "refused: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_text_comes_from_a_run_or_an_exported_folder_or_not_at_all(tmp_path, capsys):
+    trained(tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    out, mark = tmp_path / "out", tmp_path / "executed"
+    export(tmp_path / "run", out, tokenizer=tmp_path / "tokenizer", check=False)
+    for prompt in ("The", "", "\u2603 <|endoftext|>", "x" * 300):
+        assert sampler.main([str(out), "--prompt", prompt, "--tokens", "3"]) == 0
+        assert prompt.replace("<|endoftext|>", "").strip() in capsys.readouterr().out
+    bad = ["--tokens=0", "--temperature=nan", "--top-p=0", "--seed=-1", "--prompt=\udcff"]
+    assert sampler.main([str(out), *bad]) == 2
+    message = capsys.readouterr().err
+    for word in ("--tokens", "--temperature", "--top-p", "--seed", "UTF-8"):
+        assert word in message
+    assert sampler.main([str(tmp_path / "run")]) == 2
+    assert "its corpus has no tokenizer" in capsys.readouterr().err
+    (out / "model.safetensors").write_bytes(b"x")
+    assert sampler.main([str(out)]) == 2
+    (out / "model.safetensors").unlink()
+    (out / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
+    assert sampler.main([str(out)]) == 2
+    assert capsys.readouterr().err.count("cannot load it") == 2
+    assert not mark.exists()
+
+
 # Weights from elsewhere
 
 
@@ -288,6 +320,47 @@ def test_another_shape_is_refused_with_every_field(tmp_path):
 def test_a_folder_that_is_not_our_decoder_is_refused_with_the_reason(changes, reason, tmp_path):
     hugging_face(tmp_path / "folder", **changes)
     with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json: ZeroDivisionError"),
+        ({"rope_parameters": "x"}, "config.json: AttributeError"),
+        ({"model_type": ["llama"]}, "config.json: TypeError"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(changes, reason, tmp_path):
+    hugging_face(tmp_path / "folder", **changes)
+    with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "gone.safetensors"),
+        ({"weight_map": {"nowhere": "model.safetensors"}}, "does not contain tensor nowhere"),
+        ({"weight_map": ["model.safetensors"]}, "no weight_map"),
+        ({}, "no weight_map"),
+        ([], "no names with values"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(index, reason, tmp_path):
+    hugging_face(tmp_path / "folder")
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+def test_quantized_weights_are_refused_without_a_word_in_the_config(tmp_path):
+    hugging_face(tmp_path / "folder")
+    path = tmp_path / "folder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as I8"):
         weights_from(str(tmp_path / "folder"))
 
 

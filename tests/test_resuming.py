@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from threads import run_threads
 
 from checkpoint.comm import Alone
 from checkpoint.commit import save
@@ -15,6 +17,7 @@ from checkpoint.index import Fragment
 from checkpoint.manifest import committed
 from checkpoint.rectangles import Box
 from checkpoint.state import RunState
+from pretrain import one_origin
 from recipes.compose import compose_command
 from recipes.schema import UserError
 from runtime.records import record_event
@@ -136,3 +139,12 @@ def test_a_damaged_line_of_the_record_is_a_refusal(run):
     (run / "events.jsonl").write_text('{"kind": "saved"}\nnot json\n')
     with pytest.raises(UserError, match=r"events\.jsonl line 2"):
         stands(run)
+
+
+def test_ranks_that_found_different_weights_refuse_together():
+    """init_from=runs/x without a step, while that run saves."""
+    recipe = SimpleNamespace(init_from="runs/x")
+    for result in run_threads(2, lambda comm: one_origin(comm, recipe, f"runs/x@{comm.rank}")):
+        assert isinstance(result, UserError)
+        assert "runs/x@0 and runs/x@1" in str(result)
+    assert run_threads(2, lambda comm: one_origin(comm, recipe, "runs/x@1")) == [None, None]
