@@ -116,7 +116,7 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after)
+    stands = standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step, settled.total_steps)
         return None

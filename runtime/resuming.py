@@ -39,8 +39,10 @@ def standing(
     recipe: Recipe,
     data_state: dict[str, Any],
     tokens_after: Callable[[int], int],
+    last_step: int,
 ) -> Standing:
-    """What `folder` says about starting `recipe`; `tokens_after` is its batch schedule's.
+    """What `folder` says about starting `recipe`, which ends after `last_step`; `tokens_after` is
+    its batch schedule's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -51,22 +53,24 @@ def standing(
             f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
             " name, or remove it"
         )
-    state = newest_state(folder)
+    state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
     return Standing(False, state.step, compare(state, recipe, data_state, tokens_after))
 
 
-def newest_state(folder: Path) -> RunState | None:
-    """State of the newest checkpoint whose manifest and sizes hold; None where none was ever saved.
+def newest_state(folder: Path, last_step: int) -> RunState | None:
+    """State of the newest checkpoint whose manifest holds; None where none was ever saved.
 
-    Raises UserError where there are, or were, checkpoints and none can be gone on from.
+    One that would end the run must have its files, too: nobody will load it and notice. Others are
+    not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
+    and none can be gone on from.
     """
     checkpoints, damaged = folder / "checkpoints", []
     for _, path in reversed(committed(checkpoints)):
         try:
             manifest = read_manifest(path)
-            problems = size_problems(path, manifest)
+            problems = size_problems(path, manifest) if manifest.step >= last_step else []
         except Damaged as damage:
             problems = damage.problems
         if not problems:

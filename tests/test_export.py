@@ -156,6 +156,18 @@ def test_the_tokenizer_goes_along_and_its_ids_reach_the_configs(tmp_path):
     assert "| parameters |" in card
 
 
+def test_rows_beyond_the_tokenizer_are_never_generated(tmp_path):
+    """CKP-21: the table has 320 rows, the tokenizer 257 ids."""
+    trained(tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    export(tmp_path / "run", tmp_path / "out", tokenizer=tmp_path / "tokenizer", check=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[84, 104, 101]])
+    torch.manual_seed(0)
+    made = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=100.0, top_k=0)
+    assert made.max() < 257
+
+
 def test_a_tokenizer_larger_than_the_table_is_refused_and_nothing_is_left(tmp_path):
     """CKP-21."""
     trained(tmp_path / "run", vocab_size=100)
