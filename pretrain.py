@@ -164,7 +164,8 @@ def starting_weights(
     if recipe.init_from is None:
         return initial, None, []
     weights = weights_from(str(ROOT / recipe.init_from))
-    if recipe.resume == "fresh" and weights.folder.is_relative_to(ROOT / "runs" / recipe.run):
+    own = (ROOT / "runs" / recipe.run).resolve()
+    if recipe.resume == "fresh" and weights.folder.resolve().is_relative_to(own):
         raise UserError(
             f"init_from={recipe.init_from} lies in the folder that resume=fresh sets aside; choose"
             f" another name (run={recipe.run}-2)"
