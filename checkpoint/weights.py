@@ -163,6 +163,11 @@ class RunWeights:
         try:
             self.source.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
         except Damaged as damage:
+            if not self.folder.is_dir():
+                raise UserError(
+                    f"{self.folder} was removed while it was read: its run is training and keeps"
+                    " only the newest; try again, or keep more (checkpoint.keep)"
+                ) from None
             raise UserError(*damage.problems) from None
         return rows.view(stop - start, *shape[1:])
 

@@ -204,6 +204,14 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_said_to_be_so(tmp_path):
+    trained(tmp_path / "run")
+    weights = weights_from(str(tmp_path / "run"))
+    weights.folder.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match="removed while it was read"):
+        weights.read_rows("model.norm.weight", 0, 3)
+
+
 def test_an_existing_folder_is_never_overwritten(tmp_path):
     trained(tmp_path / "run")
     (tmp_path / "out").mkdir()
