@@ -28,7 +28,11 @@ endif
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
-export PROMPT
+# Read as they were typed: neither make nor the shell looks for $, braces or * in them; Python splits
+# OVERRIDES by the shell's rules for quotes.
+override OVERRIDES := $(value OVERRIDES)
+override PROMPT := $(value PROMPT)
+export OVERRIDES PROMPT
 
 ifdef PYTHON
 READY := python-given
@@ -49,10 +53,10 @@ python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
-	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" "--overrides=$$OVERRIDES" -- "recipe=$(RECIPE)"
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
-	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 recipes: $(READY) ## the recipes, with size and layout
 	@exec "$(PYTHON)" -m recipes.list

@@ -103,6 +103,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     None when the run is finished already.
     """
+    process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -392,12 +393,13 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
     ]
     for use in run.stream.usage(settled.last_step):
+        rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
-            f"source {use.uid}: {use.tokens:,} tokens, {use.epochs:.2f} epochs ({use.corpus})"
+            f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.leave(main(sys.argv[1:]))

@@ -32,6 +32,7 @@ class SourceUse:
     corpus_id: str
     tokens: int  # in its training split
     windows: int
+    dropped: int  # tokens at its end that fill no window
     draws: int
     epochs: float
     share: float
@@ -85,6 +86,24 @@ def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
     if problems:
         raise UserError(*problems)
     return warnings
+
+
+def twins(corpora: Mapping[str, Corpus]) -> list[str]:
+    """Warnings about sources whose corpora differ but hold the same training text.
+
+    A shard in two corpora with equal bytes is trained on twice; that may be meant.
+    """
+    seen, warnings = {}, {}
+    for uid, corpus in corpora.items():
+        for shard in corpus.manifest["splits"]["train"]:
+            other = seen.setdefault((shard["bin_xxh3"], shard["idx_xxh3"]), uid)
+            if other != uid and shard["tokens"]:
+                warnings.setdefault((other, uid), []).append(shard["tokens"])
+    return [
+        f"data.sources.{uid} and data.sources.{other} share {len(tokens)} equal shards of"
+        f" {sum(tokens):,} tokens, which count twice; keep one of them, and give it more weight"
+        for (other, uid), tokens in warnings.items()
+    ]
 
 
 def _window_problems(window_tokens: int, seq_len: int) -> list[str]:

@@ -27,7 +27,7 @@ from data.order import ORDER_VERSION, Order
 from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
-from data.sources import SourceUse, check_epochs, num_windows, open_sources
+from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
 from data.windows import Batch, make_batches, num_targets
 from recipes.schema import Data, UserError
 
@@ -169,6 +169,7 @@ class Stream:
                 corpus_id=self.corpora[number].corpus_id,
                 tokens=self._train.splits[number].num_tokens,
                 windows=int(self.order.num_windows[number]),
+                dropped=self._dropped(number),
                 draws=draws[number],
                 epochs=draws[number] / int(self.order.num_windows[number]),
                 share=int(self.mixture.counts[number]) / self.mixture.period,
@@ -176,6 +177,11 @@ class Stream:
             )
             for number, uid in enumerate(self.uids)
         ]
+
+    def _dropped(self, number: int) -> int:
+        """Tokens at the end of a training split that no window takes, not even as a target."""
+        used = int(self.order.num_windows[number]) * self.window_tokens + 1
+        return self._train.splits[number].num_tokens - used
 
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
@@ -186,6 +192,7 @@ class Stream:
         if eval_tokens:
             self._evaluation_set(eval_tokens)
         notes = [note for corpus in self.corpora for note in corpus.notes]
+        notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)
 
     def _locate(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from parallel.layout import startable
 from recipes.compose import compose_command
-from recipes.schema import UserError, read_ranks
+from recipes.schema import UserError, read_ranks, split_words
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.resuming import standing
@@ -44,11 +44,13 @@ def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns only to refuse."""
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="1", help="ranks on this machine")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     options = parser.parse_args(arguments)
     try:
         ranks = read_ranks("NPROC", options.nproc)
-        check(options.words, ranks)
+        words = [*options.words, *split_words("OVERRIDES", options.overrides)]
+        check(words, ranks)
     except UserError as error:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
     # Ranks share the cores; torchrun would say so in five lines and give each rank one thread.
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    command = command_of(ranks, options.words)
+    command = command_of(ranks, words)
     os.execv(command[0], command)
 
 

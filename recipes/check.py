@@ -236,6 +236,13 @@ def _to_text(value: Any) -> str:
     return value
 
 
+def _to_filled_text(value: Any) -> str:
+    text = _to_text(value)
+    if not text.strip():
+        raise ValueError("is empty; null means none")
+    return text
+
+
 def folder_name(value: Any) -> str | None:
     """A name for a folder under runs/ that no shell, glob or option parser misreads."""
     if value is None:
@@ -311,7 +318,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
+CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_filled_text}
 SPECIAL: dict[str, Callable] = {
     "run": folder_name,
     "allow": _names,

@@ -6,6 +6,9 @@ where all its knobs are legal by themselves, so it never sees a missing or misty
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 def _one_length(steps, tokens) -> str | None:
     if steps is None and tokens is None:
@@ -75,6 +78,23 @@ def _window(window, seq_len) -> str | None:
     )
 
 
+def _built_in_corpora(sources) -> str | None:
+    """What is built lands in the repository only where git ignores it."""
+    for uid, source in sources.items():
+        path = Path(os.path.normpath(source.corpus))
+        if source.build and not path.is_absolute() and path.parts[:1] != ("corpora",):
+            return (
+                f"data.sources.{uid}.corpus={source.corpus!r} with build={source.build}: it would"
+                f" be built outside corpora/; use corpora/{path.name or uid}, or an absolute path"
+            )
+        if source.build and len(path.parts) < 2:
+            return (
+                f"data.sources.{uid}.corpus={source.corpus!r} with build={source.build}: it needs a"
+                f" folder of its own, such as corpora/{uid}"
+            )
+    return None
+
+
 def _sources(sources) -> str | None:
     if not sources:
         return "data.sources is empty; choose data=sotu, or set data.sources.NAME.corpus=FOLDER"
@@ -97,5 +117,6 @@ RULES = (
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
     (("data.sources",), _sources),
+    (("data.sources",), _built_in_corpora),
 )
 WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)

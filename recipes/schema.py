@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -90,6 +91,17 @@ def read_ranks(variable: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
         raise UserError(f"{variable}={text[:80]!r} is not a number of ranks; give 1 or more")
     return int(text)
+
+
+def split_words(variable: str, text: str) -> list[str]:
+    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
+
+    Raises UserError that names the `variable`.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{variable}={text!r}: {str(error).lower()}; close it") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

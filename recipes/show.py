@@ -21,7 +21,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from parallel.layout import startable
 from recipes.compose import Composed, compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.settle import Settled, settle
@@ -37,10 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="+", help="recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         dish, *overrides = options.words
+        overrides += split_words("OVERRIDES", options.overrides)
         world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(dish, overrides, world)
     except UserError as error:

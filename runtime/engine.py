@@ -38,6 +38,8 @@ from runtime.optimizer import build_optimizer
 from runtime.process import Process, Shared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# ZeRO++; on the CPU one fails at start and the other in the first backward.
+CUDA_ONLY = ("zero_quantized_weights", "zero_quantized_gradients")
 NO_CONTEXT = contextlib.nullcontext()
 
 # (name, full shape, seed, config, rows) -> those rows of a weight, fp32.
@@ -158,6 +160,7 @@ def build(
     """
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
 
+    check_kernels(config, process.device)
     quiet()
     import_muon_uncompiled()
     if process.device.type == "cpu":
@@ -174,6 +177,19 @@ def build(
         raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
     return Engine(ds, layout, process)
+
+
+def check_kernels(config: dict[str, Any], device: torch.device) -> None:
+    """Raise Shared where the JSON asks for kernels that `device` does not have."""
+    given = [key for key in CUDA_ONLY if config["zero_optimization"].get(key)]
+    if given and device.type != "cuda":
+        raise Shared(
+            *(
+                f"ds.zero_optimization.{key}=True: its kernels exist for CUDA only, and this run is"
+                f" on {device.type}; remove it"
+                for key in given
+            )
+        )
 
 
 def build_model(

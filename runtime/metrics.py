@@ -5,7 +5,7 @@
                                     -> the line it returns        -> runtime.console
 
 One rule: a number is computed once, here; every place that prints it prints this one. Only the
-rank that has the loss (global rank 0) makes a writer; a second writer on the same run is refused.
+rank that has the loss (global rank 0) makes a writer, under the lock of the run folder.
 
 Units: seconds, tokens, GiB (2**30 bytes), tokens/s over all ranks unless the name says per rank;
 mfu is 0..1. Evaluation and saves are in no speed. `tokens` counts what the run has consumed up to
@@ -14,14 +14,12 @@ and including the step.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import UserError
 from runtime import memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -32,8 +30,7 @@ class MetricsWriter:
 
     `after_step` is the step this process goes on from (0 = from the start): lines of this segment
     past it are removed, readers of the event files forget them. `flops_per_token` is model.cost's,
-    `peak_flops` one device's (runtime.speed.peak_flops); without either `mfu` is null. Raises
-    UserError where another process writes this run.
+    `peak_flops` one device's (runtime.speed.peak_flops); without either `mfu` is null.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
-        self._lock = _lock(self.folder)
         records.repair(self.folder / records.EVENTS, say)
         self.life = 1 + len(records.read_events(self.folder, "life"))
         if wandb is not None:
@@ -195,31 +191,12 @@ class MetricsWriter:
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def _close_files(self) -> None:
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
         self._file = self._events = None
-
-
-def _lock(folder: Path):
-    """Hold events.jsonl (the one file that is never replaced) for the life of the writer."""
-    file = open(folder / records.EVENTS, "ab")  # noqa: SIM115 - the lock lives as long as it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"run={folder.name}: another process is writing {folder}; one run has one writer: "
-            "wait for it to end, stop it, or choose another name with run=..."
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks: the run goes on without this guard
-    return file
 
 
 def summary(path: Path, segment: int | None = None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     torchrun engine_worker.py OUT.json CORPUS
 
-Per case: the optimizer class, each collective of one update with its bytes and whether it started
-before the last backward ended, and what a poisoned step does to the weights.
+Per case: the optimizer class, the keys of the JSON that were read while the engine was built and
+while it trained, each collective of one update with its bytes and whether it started before the
+last backward ended, and what a poisoned step does to the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 from parity_worker import full_weights, start_once, tiny_recipe
 
 from data.schedule import read_schedule
@@ -24,6 +32,7 @@ from recipes.schema import Recipe
 from runtime import process
 from runtime.batches import to_device
 from runtime.engine import Engine, StepResult, build
+from runtime.engine_config import load_preset
 from runtime.settle import Settled, settle
 
 COUNTED = (
@@ -35,6 +44,7 @@ COUNTED = (
     "reduce_scatter_tensor",
     "broadcast",
 )
+FILES = ("zero1", "zero2", "zero3", "zero3_offload", "pipeline")
 BATCH = 8
 SMALL_BUCKET = 4096  # elements: a fifth of the model, so that a step fills several
 
@@ -74,6 +84,53 @@ class Counter:
         torch.autograd.backward = backward
 
 
+class Reads:
+    """Names of the fields of DeepSpeed's typed blocks that anybody looks at."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        zero = "zero_optimization"
+        for cls, block in (
+            (DeepSpeedZeroConfig, zero),
+            (DeepSpeedZeroLeafModuleConfig, f"{zero}.leaf_module"),
+            (DeepSpeedZeroOffloadOptimizerConfig, f"{zero}.offload_optimizer"),
+            (DeepSpeedZeroOffloadParamConfig, f"{zero}.offload_param"),
+            (DeepSpeedBF16Config, "bf16"),
+        ):
+            names = {
+                name: f"{block}.{field.alias or name}" for name, field in cls.model_fields.items()
+            }
+            cls.__getattribute__ = self._noting(cls.__getattribute__, names)
+
+    def _noting(self, plain, names: dict[str, str]):
+        def noting(config, name):
+            if name in names:
+                self.seen.add(names[name])
+            return plain(config, name)
+
+        return noting
+
+
+def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knobs) -> Recipe:
+    """The tiny recipe with a file of ds_configs/ on a batch of BATCH sequences.
+
+    The plain engine has no pipeline, so pipeline.json is taken without its pipeline block.
+    """
+    zero = name
+    if name == "pipeline":
+        content = load_preset(name).json
+        zero = f"{corpus}-{process.launched_rank()}.json"
+        Path(zero).write_text(json.dumps({k: v for k, v in content.items() if k != "pipeline"}))
+    recipe = tiny_recipe(
+        corpus,
+        stage=zero,
+        micro_batch=BATCH // (process.launched_world() * accumulation),
+        precision=precision,
+        **knobs,
+    )
+    return dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
+
+
 def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, targets=None):
     """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
     me, layout = engine.process, settled.layout
@@ -84,7 +141,8 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, target
     return engine.train_step(batches, count, data.num_tokens)
 
 
-def run_case(recipe: Recipe, counter: Counter) -> dict[str, Any]:
+def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
+    reads.seen.clear()
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
@@ -102,6 +160,7 @@ def run_case(recipe: Recipe, counter: Counter) -> dict[str, Any]:
     return {
         "expected_class": settled.engine.optimizer_class,
         "class": type(engine.ds.optimizer).__name__,
+        "read": sorted(reads.seen),
         "parameters": settled.num_parameters,
         "collectives": collectives,
         "poisoned": facts(poisoned),
@@ -122,26 +181,24 @@ def facts(result: StepResult) -> dict[str, Any]:
 def main(out: Path, corpus: Path) -> None:
     counter = Counter()
     counter.watch()
+    reads = Reads()
     cases = {}
     for precision in ("fp32", "bf16"):
-        for stage in (1, 2, 3):
+        for name in FILES:
             for accumulation in (1, 2):
-                micro_batch = BATCH // (process.launched_world() * accumulation)
-                recipe = tiny_recipe(
-                    corpus, stage=stage, micro_batch=micro_batch, precision=precision
-                )
-                recipe = dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
-                name = f"{precision} zero{stage} acc{accumulation}"
-                cases[name] = run_case(recipe, counter)
-        for stage in (1, 2, 3):
-            recipe = tiny_recipe(corpus, stage=stage, micro_batch=4, precision=precision)
+                recipe = recipe_of(corpus, name, accumulation, precision)
+                cases[f"{precision} {name} acc{accumulation}"] = run_case(recipe, counter, reads)
+        for name in FILES[:3]:
             for overlap in (False, True):
                 zero = {"reduce_bucket_size": SMALL_BUCKET, "overlap_comm": overlap}
-                recipe = dataclasses.replace(
-                    recipe, batch_tokens=BATCH * recipe.seq_len, ds={"zero_optimization": zero}
-                )
-                name = f"{precision} zero{stage} buckets {'overlap' if overlap else 'plain'}"
-                cases[name] = run_case(recipe, counter)
+                recipe = recipe_of(corpus, name, 1, precision, ds={"zero_optimization": zero})
+                case = f"{precision} {name} buckets {'overlap' if overlap else 'plain'}"
+                cases[case] = run_case(recipe, counter, reads)
+    # Without a JSON of their own, for the keys that they read.
+    for name, block in (("zero2", "offload_optimizer"), ("zero3", "offload_param")):
+        zero = {block: {"device": "cpu", "pin_memory": False}}
+        recipe = recipe_of(corpus, name, 1, "bf16", ds={"zero_optimization": zero})
+        cases[f"bf16 {name} {block}"] = run_case(recipe, counter, reads)
     if process.launched_rank() == 0:
         out.write_text(json.dumps(cases))
     process.finish()

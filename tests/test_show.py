@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -126,3 +127,16 @@ def test_a_typo_through_make_is_one_line_and_leaves_no_run():
         assert len(lines) == 1, done.stdout
         assert "did you mean" in lines[0] or "hydra settings" in lines[0]
     assert {path.name for path in (ROOT / "runs").glob("*")} == before
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_overrides_reach_the_recipe_as_they_were_typed():
+    """Neither make nor the shell expands $, braces or *; blanks in quotes do not split."""
+    typed = "'data.sources={a: {corpus: \"$HOME/*.{x,y} z\"}}' zero=2 'seed=${steps}'"
+    command = ["make", "--no-print-directory", "show", f"PYTHON={sys.executable}"]
+    done = run_command([*command, f"OVERRIDES={typed}"], timeout_s=60)
+    shown = dict(re.findall(r"^  (\S+) +(.*?)  +\S+$", done.stdout, re.M))
+    assert shown["data.sources.a.corpus"] == "$HOME/*.{x,y} z"
+    assert (shown["zero"], shown["seed"]) == ("2", shown["steps"])
+    done = run_command([*command, "OVERRIDES=run='x"], timeout_s=60)
+    assert 'OVERRIDES="run=\'x": no closing quotation; close it' in done.stdout
