@@ -1,0 +1,142 @@
+"""Tasks on several processes, with one progress bar.
+
+Its one rule: a failure is the one that the first task in order met, whatever the number of workers;
+tasks that were begun are waited for, and no process outlives the one that started it.
+
+Progress is counted in bytes. Workers are started afresh (spawn), each with its own tokenizer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+
+from tqdm import tqdm
+
+from data.encoding import Encoder
+from data.tokenizer import TextTokenizer
+from recipes.schema import UserError
+
+POLL_S = 0.25
+
+_encoder: Encoder | None = None
+_advance: Callable[[int], None] | None = None
+
+
+def run_tasks(
+    work: Callable,
+    tasks: Sequence,
+    workers: int,
+    *,
+    title: str,
+    total_bytes: int,
+    done_bytes: int = 0,
+    tokenizer: TextTokenizer | None = None,
+    engine: str = "tokenizers",
+    on_done: Callable[[int], None] = lambda number: None,
+) -> None:
+    """work(task, encoder, advance) for every task, in order of tasks with one worker.
+
+    on_done(number of the task) is called in this process after each. Raises what the first failing
+    task raised; UserError where a worker was killed.
+    """
+    if not tasks:
+        return
+    is_live = sys.stderr.isatty()
+    with tqdm(
+        total=total_bytes,
+        initial=done_bytes,
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.5 if is_live else 10,
+        smoothing=0.1,
+        file=sys.stderr,
+        disable=None if is_live else False,
+    ) as bar:
+        if workers == 1:
+            encoder = Encoder(tokenizer, engine) if tokenizer else None
+            for number, task in enumerate(tasks):
+                work(task, encoder, bar.update)
+                on_done(number)
+            return
+        _run_pool(work, tasks, min(workers, len(tasks)), bar, tokenizer, engine, on_done)
+
+
+def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    given = tokenizer and (tokenizer.definition, tokenizer.config, tokenizer.eod_token)
+    pool = ProcessPoolExecutor(workers, context, _start, (given, engine, counter))
+    failures: dict[int, BaseException] = {}
+    shown = 0
+    try:
+        # Not more than this are handed over at once, so that after a failure no task before it
+        # is left undone and few after it are begun.
+        waiting, next_task = {}, 0
+        while waiting or (next_task < len(tasks) and not failures):
+            while next_task < len(tasks) and len(waiting) < workers + 1 and not failures:
+                waiting[pool.submit(_work, work, tasks[next_task])] = next_task
+                next_task += 1
+            finished, _ = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            with counter.get_lock():
+                count = counter.value
+            bar.update(count - shown)
+            shown = count
+            for future in finished:
+                _take(future, waiting.pop(future), failures, on_done)
+    except BrokenProcessPool:
+        failures[0] = _killed(workers)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    if failures:
+        first = failures[min(failures)]
+        raise _killed(workers) if isinstance(first, BrokenProcessPool) else first
+
+
+def _take(future: Future, number: int, failures: dict, on_done) -> None:
+    error = future.exception()
+    if error is None:
+        on_done(number)
+    else:
+        failures[number] = error
+
+
+def _killed(workers: int) -> UserError:
+    return UserError(
+        f"a worker process was killed, perhaps for want of memory (WORKERS={workers}); give the "
+        "command again with fewer: finished work is kept"
+    )
+
+
+def _work(work: Callable, task) -> None:
+    work(task, _encoder, _advance)
+
+
+def _start(given, engine: str, counter) -> None:
+    """First thing in a worker: its tokenizer, its share of the progress, and its end."""
+    global _encoder, _advance
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers for all
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if given:
+        _encoder = Encoder(TextTokenizer(*given), engine)
+
+    def advance(count: int) -> None:
+        with counter.get_lock():
+            counter.value += count
+
+    _advance = advance
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        time.sleep(POLL_S)
+    os._exit(1)
