@@ -182,7 +182,7 @@ def write_shard(task: ShardTask, advance: Callable[[int], None]) -> None:
                 writer.add_many(some, tokens[mask])
                 origin.add(_origin(task, unit, batch, mask, document))
                 document += int(mask.sum())
-                advance(size)
+                advance(some.nbytes)
     assert (writer.num_tokens, writer.num_documents) == (task.tokens, task.documents)
     origin.close()
     side = _file_xxh3(origin.path)

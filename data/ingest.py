@@ -190,7 +190,7 @@ class _Build:
         bad = sum(_bad(read_summary(t.folder)) for t in tasks if t.folder.is_dir())
         self._check_bad(bad)
 
-        def on_done(number: int) -> None:
+        def on_done(number: int, _: None) -> None:
             nonlocal bad
             bad += _bad(read_summary(todo[number].folder))
             self._check_bad(bad)
@@ -312,7 +312,7 @@ def _done(tasks: list[UnitTask]) -> list[Done]:
     done, first, rows, previous = [], 0, 0, None
     for task in tasks:
         summary, file = read_summary(task.folder), task.unit.files[0]
-        documents = sum(counts.get("documents", 0) for counts in summary["counts"])
+        documents = sum(counts.get("documents_read", 0) for counts in summary["counts"])
         if file != previous or not task.unit.is_range:
             rows = 0
         elif task.unit.start:

@@ -64,8 +64,8 @@ def write_fields(
     for line in inputs:
         counts.update(line["counts"])
     side = {name: digest for entry in entries for name, digest in entry["side"].items()}
-    side[QUARANTINE] = _write(folder / QUARANTINE, _quarantine(done))
-    inputs_hash = _write(folder / INPUTS, (json.dumps(x, ensure_ascii=False) for x in inputs))
+    side[QUARANTINE] = write_lines(folder / QUARANTINE, _quarantine(done))
+    inputs_hash = write_lines(folder / INPUTS, (json.dumps(x, ensure_ascii=False) for x in inputs))
     tokenizer.save(folder / "tokenizer")
     sync_folder(folder / "tokenizer")
     longest = [summary["longest"] for summary in summaries(done) if summary["longest"]]
@@ -167,7 +167,8 @@ def _quarantine(done: list[Done]) -> Iterator[str]:
                 yield json.dumps(one)
 
 
-def _write(path: Path, lines: Iterable[str]) -> str:
+def write_lines(path: Path, lines: Iterable[str]) -> str:
+    """Publish a file of lines; returns its xxh3-128."""
     file = PublishedFile(path)
     for line in lines:
         file.write((line + "\n").encode())

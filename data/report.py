@@ -85,6 +85,10 @@ def _files(path: Path, total: int) -> list[str]:
     with open(path, encoding="utf-8") as inputs:
         for _, line in zip(range(MOST_FILES), inputs, strict=False):
             one = json.loads(line)
+            if "counts" not in one:
+                how = "linked" if one["linked"] else "written anew"
+                lines.append(f"    {one['name']}: {one['kind']} {one['dtype']}, {how}")
+                continue
             counts = one["counts"]
             kept = counts.get("documents_train", 0) + counts.get("documents_valid", 0)
             tokens = counts.get("tokens_train", 0) + counts.get("tokens_valid", 0)

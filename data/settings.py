@@ -76,25 +76,32 @@ class Settings:
 
 
 def read_settings(words: Iterable[str]) -> Settings:
-    """Settings from `knob=value` words. Raises UserError with all problems."""
-    known = {one.name: one for one in fields(Settings)}
+    """Settings of `make corpus` from `knob=value` words. Raises UserError with all problems."""
+    settings = read_words(Settings, words, "make corpus")
+    check_settings(settings)
+    return settings
+
+
+def read_words(kind: type, words: Iterable[str], verb: str):
+    """A dataclass of knobs from `knob=value` words. Raises UserError with all problems."""
+    known = {one.name: one for one in fields(kind)}
     values, problems = {}, []
     for word in words:
         name, found, value = word.partition("=")
         if not found or name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"known: {', '.join(known)}"
-            problems.append(f"{word}: is not knob=value with a knob of `make corpus`; {hint}")
-            continue
-        try:
-            values[name] = _value(name, str(known[name].type), value)
-        except ValueError as error:
-            problems.append(f"{name}={value}: {error}")
+            problems.append(f"{word}: is not knob=value with a knob of `{verb}`; {hint}")
+        elif name in values:
+            problems.append(f"{word}: {name} is given twice")
+        else:
+            try:
+                values[name] = _value(name, str(known[name].type), value)
+            except ValueError as error:
+                problems.append(f"{name}={value}: {error}")
     if problems:
         raise UserError(*problems)
-    settings = Settings(**values)
-    check_settings(settings)
-    return settings
+    return kind(**values)
 
 
 def check_settings(settings: Settings) -> None:

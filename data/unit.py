@@ -200,9 +200,9 @@ class _Output:
         if int(whole.max()) > np.iinfo(self._dtype).max:
             raise UserError(f"tokenizer: id {whole.max()} is beyond its vocabulary size")
         self._ids.write(whole.astype(self._dtype).data)
-        counts["documents"] += 1
-        counts["chars"] += len(text)
-        counts["tokens"] += len(whole)
+        counts["documents_read"] += 1
+        counts["chars_read"] += len(text)
+        counts["tokens_read"] += len(whole)
         counts["special_token_strings"] += tokenizer.count_specials(text)
         counts["long_documents"] += len(text) > BATCH_CHARS
         if tokenizer.unk_id is not None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,34 +41,38 @@ def run_tasks(
     done_bytes: int = 0,
     tokenizer: TextTokenizer | None = None,
     engine: str = "tokenizers",
-    on_done: Callable[[int], None] = lambda number: None,
+    on_done: Callable[[int, Any], None] = lambda number, result: None,
 ) -> None:
     """work(task, encoder, advance) for every task, in order of tasks with one worker.
 
-    on_done(number of the task) is called in this process after each. Raises what the first failing
-    task raised; UserError where a worker was killed.
+    on_done(number of the task, what work returned) is called in this process after each. Raises
+    what the first failing task raised; UserError where a worker was killed.
     """
     if not tasks:
         return
-    is_live = sys.stderr.isatty()
-    with tqdm(
-        total=total_bytes,
-        initial=done_bytes,
-        desc=title,
-        unit="B",
-        unit_scale=True,
-        mininterval=0.5 if is_live else 10,
-        smoothing=0.1,
-        file=sys.stderr,
-        disable=None if is_live else False,
-    ) as bar:
+    with progress_bar(title, total_bytes, done_bytes) as bar:
         if workers == 1:
             encoder = Encoder(tokenizer, engine) if tokenizer else None
             for number, task in enumerate(tasks):
-                work(task, encoder, bar.update)
-                on_done(number)
+                on_done(number, work(task, encoder, bar.update))
             return
         _run_pool(work, tasks, min(workers, len(tasks)), bar, tokenizer, engine, on_done)
+
+
+def progress_bar(title: str, total: int | None, done: int = 0, unit: str = "B") -> tqdm:
+    """A bar with rate and time left on stderr; few lines where that is no terminal."""
+    interval_s = 0.5 if sys.stderr.isatty() else 10
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=title,
+        unit=unit,
+        unit_scale=True,
+        mininterval=interval_s,
+        maxinterval=interval_s,
+        smoothing=0.1,
+        file=sys.stderr,
+    )
 
 
 def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
@@ -104,7 +109,7 @@ def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
 def _take(future: Future, number: int, failures: dict, on_done) -> None:
     error = future.exception()
     if error is None:
-        on_done(number)
+        on_done(number, future.result())
     else:
         failures[number] = error
 
@@ -116,8 +121,8 @@ def _killed(workers: int) -> UserError:
     )
 
 
-def _work(work: Callable, task) -> None:
-    work(task, _encoder, _advance)
+def _work(work: Callable, task):
+    return work(task, _encoder, _advance)
 
 
 def _start(given, engine: str, counter) -> None:
