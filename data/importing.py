@@ -168,7 +168,7 @@ def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
             "share": settings.valid,
         },
         "counts": {"documents": facts.documents, "documents_without_end": facts.not_ended},
-        "inputs": {
+        "input_files": {
             "file": INPUTS,
             "xxh3": write_lines(work / INPUTS, (json.dumps(one) for one in inputs)),
             "files": len(inputs),

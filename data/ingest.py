@@ -48,6 +48,7 @@ from data.workers import run_tasks
 from data.writer import hash_limit
 from recipes.schema import UserError
 
+FEW_BYTES = 64 << 20  # of tokens: written faster than workers start
 SAMPLE_DOCUMENTS, SAMPLE_CHARS = 64, 1 << 20  # compared before a fast engine is used
 INPUTS, QUARANTINE = "inputs.jsonl", "quarantine.jsonl"
 
@@ -252,12 +253,13 @@ class _Build:
             if path.name.split(".")[0] not in whole:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         size = token_dtype(self.tokenizer.vocab_size).itemsize
+        total = sum(shard.tokens for shard in shards) * size
         run_tasks(
             _shard_work,
             todo,
-            self.workers,
+            self.workers if total > FEW_BYTES else 1,
             title="writing shards",
-            total_bytes=sum(shard.tokens for shard in shards) * size,
+            total_bytes=total,
             done_bytes=sum(s.tokens for s in shards if s not in todo) * size if todo else 0,
         )
 

@@ -12,14 +12,10 @@ counts in the unpacked file and is null where there is none; tokens include the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from data.corpus import read_manifest
 
 SUFFIX = ".docs.parquet"
 GROUP_ROWS = 1 << 16
@@ -68,23 +64,3 @@ class ProvenanceWriter:
         whole = len(table) if is_last else len(table) // GROUP_ROWS * GROUP_ROWS
         self._writer.write_table(table.slice(0, whole), row_group_size=GROUP_ROWS)
         self._waiting, self._rows = [table.slice(whole)], len(table) - whole
-
-
-def find_documents(folder: Path, split: str, documents: Iterable[int]) -> list[dict | None]:
-    """Where documents of a split came from: the columns of the side file by name, None for a
-    document whose shard has none (an imported corpus).
-    """
-    entries = read_manifest(folder)["splits"].get(split, [])
-    ends = np.cumsum([entry["documents"] for entry in entries])
-    found = []
-    for document in documents:
-        shard = int(np.searchsorted(ends, document, side="right"))
-        assert 0 <= document < (ends[-1] if len(ends) else 0)
-        path = folder / (entries[shard]["name"] + SUFFIX)
-        if not path.is_file():
-            found.append(None)
-            continue
-        group, row = divmod(document - int(ends[shard]) + entries[shard]["documents"], GROUP_ROWS)
-        with pq.ParquetFile(path) as file:
-            found.append(file.read_row_group(group).slice(row, 1).to_pylist()[0])
-    return found

@@ -93,7 +93,7 @@ def write_fields(
         "held_out": _held_out(settings, not_found),
         "counts": dict(sorted(counts.items())),
         "longest_document": max(longest, key=lambda one: one["tokens"], default=None),
-        "inputs": {
+        "input_files": {
             "file": INPUTS,
             "xxh3": inputs_hash,
             "files": len(made.files),

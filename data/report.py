@@ -58,8 +58,8 @@ def report_lines(folder: Path, manifest: Mapping) -> list[str]:
             f"  {held_out['file_entries_not_in_the_input']:,} entries of the held-out file are not"
             " in the input"
         )
-    inputs = manifest.get("inputs")
-    if isinstance(inputs, Mapping) and (folder / inputs["file"]).is_file():
+    inputs = manifest.get("input_files")
+    if inputs and (folder / inputs["file"]).is_file():
         lines += _files(folder / inputs["file"], inputs["files"])
     return lines
 

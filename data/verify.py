@@ -103,8 +103,8 @@ def check_shard_bytes(check: ShardCheck, _, advance) -> list[str]:
 def _side_problems(folder: Path, manifest: dict) -> list[str]:
     problems = []
     expected = dict(manifest["made_with"].get("side_files", {}))
-    inputs = manifest.get("inputs")
-    if isinstance(inputs, dict):
+    inputs = manifest.get("input_files")
+    if inputs:
         expected[INPUTS] = inputs["xxh3"]
     for name, wanted in expected.items():
         path = folder / name
