@@ -51,6 +51,7 @@ class Record:
     size: int = 0  # bytes
     data: str | bytes | None = None
     id: str | None = None
+    is_replaced: bool = False  # U+FFFD stands for bytes that were not UTF-8
     problem: tuple[str, str] | None = None
     raw: bytes = b""  # what is put aside when there is a problem
 
@@ -153,20 +154,12 @@ def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[i
             at += len(line)
 
 
-def parse_line(line: bytes, settings: Settings) -> tuple[str | None, str | None]:
+def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
     """(text, id) of one JSON line. Raises BadLine with the reason."""
     try:
-        decoded = line.decode("utf-8", "strict" if settings.bad_bytes == "stop" else "replace")
-    except UnicodeDecodeError as error:
-        raise BadLine(
-            "bad_bytes",
-            f"byte 0x{line[error.start]:02x} at {error.start} of the line is not UTF-8 "
-            "(bad_bytes=replace puts U+FFFD)",
-        ) from None
-    try:
-        found = json.loads(decoded)
+        found = json.loads(line)
         if line.count(_quoted(settings.text)) > 1:
-            _refuse_repeated(decoded, settings.text)
+            _refuse_repeated(line, settings.text)
     except (ValueError, RecursionError) as error:
         raise BadLine("broken_json", f"is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -198,7 +191,8 @@ def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[
                 if len(line) > MOST_LINE_BYTES:
                     raise BadLine("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes")
                 if text.strip():
-                    record.data, record.id = parse_line(text, settings)
+                    line_text, record.is_replaced = _decoded(text, settings)
+                    record.data, record.id = parse_line(line_text, settings)
             except BadLine as error:
                 record.problem, record.raw = (error.args[0], error.args[1]), line
             yield record
@@ -356,8 +350,22 @@ def _refuse_repeated(decoded: str, name: str) -> None:
 
 
 @functools.cache
-def _quoted(name: str) -> bytes:
-    return json.dumps(name, ensure_ascii=False).encode()
+def _quoted(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
+
+
+def _decoded(line: bytes, settings: Settings) -> tuple[str, bool]:
+    """(text of a line, whether bytes were replaced)."""
+    try:
+        return line.decode("utf-8"), False
+    except UnicodeDecodeError as error:
+        if settings.bad_bytes == "replace":
+            return line.decode("utf-8", errors="replace"), True
+        raise BadLine(
+            "bad_bytes",
+            f"byte 0x{line[error.start]:02x} at {error.start} of the line is not UTF-8 "
+            "(bad_bytes=replace puts U+FFFD)",
+        ) from None
 
 
 def _id(value) -> str | None:

@@ -160,7 +160,8 @@ class _Output:
                     record.raw = data
                     return
                 data = data.decode("utf-8", errors="replace")
-                counts["bad_bytes"] += 1
+                record.is_replaced = True
+        counts["bad_bytes"] += record.is_replaced
         text = clean_text(Document(file.name, data), counts)
         if text is None:
             return
