@@ -361,6 +361,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"corpus {options.out}: {text}", file=sys.stderr, flush=True)
 
     try:
+        if not options.source or options.out.name in ("", ".."):
+            raise UserError(
+                "IN= and OUT= must be given, OUT as a new folder (see docs/own-data.md)"
+            )
         settings = read_words(ImportSettings, options.settings, "make corpus-import")
         name = options.tokenizer
         tokenizer = open_tokenizer(name, settings.eod) if name else None

@@ -48,7 +48,8 @@ from data.workers import run_tasks
 from data.writer import hash_limit
 from recipes.schema import UserError
 
-FEW_BYTES = 64 << 20  # of tokens: written faster than workers start
+# Below it one process is done before workers have started: bytes of text, of tokens.
+FEW_TEXT_BYTES, FEW_BYTES = 1 << 20, 64 << 20
 SAMPLE_DOCUMENTS, SAMPLE_CHARS = 64, 1 << 20  # compared before a fast engine is used
 INPUTS, QUARANTINE = "inputs.jsonl", "quarantine.jsonl"
 
@@ -73,7 +74,7 @@ def build_corpus(
         with locked(out.parent / f".{out.name}.lock", say):
             return _Build(files, out, tokenizer, settings, workers, say).run()
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno == errno.ENOSPC or "No space left" in str(error):
             raise UserError(
                 f"{out}: no space left on the disk; free some and give the same command again: it "
                 "goes on where it stopped"
@@ -197,13 +198,14 @@ class _Build:
             self._check_bad(bad)
 
         total = sum(task.unit.bytes for task in tasks)
+        left = sum(task.unit.bytes for task in todo)
         run_tasks(
             build_unit,
             todo,
-            self.workers,
+            self.workers if left > FEW_TEXT_BYTES else 1,
             title="tokenizing",
             total_bytes=total,
-            done_bytes=total - sum(task.unit.bytes for task in todo),
+            done_bytes=total - left,
             tokenizer=self.tokenizer,
             engine=self.engine,
             on_done=on_done,
@@ -360,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m data.ingest", description="Build a corpus from text."
     )
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
-    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--out", required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with tokenizer.json, or bytes")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("settings", nargs="*", help="knob=value")
@@ -372,15 +374,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         problems = []
-        if not options.source or not str(options.out) or not options.tokenizer:
+        if not (options.source and options.out and options.tokenizer):
             problems.append("IN=, OUT= and TOKENIZER= must be given (see docs/own-data.md)")
+        elif Path(options.out).name in ("", ".."):
+            problems.append(f"OUT={options.out}: is not the name of a new folder")
         if options.workers < 1:
             problems.append(f"WORKERS={options.workers}: is not 1 or more")
         if problems:
             raise UserError(*problems)
         settings = read_settings(options.settings)
         tokenizer = open_tokenizer(options.tokenizer, settings.eod)
-        out = options.out
+        out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, say)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -388,7 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
-    for line in report_lines(options.out, manifest):
+    for line in report_lines(out, manifest):
         print(line)
     print(f"built in {time.monotonic() - start:.1f} s")
     return 0

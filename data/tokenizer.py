@@ -159,7 +159,7 @@ def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
     if not eod_token:
         raise UserError(
             f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); documents "
-            "could not be told apart: name one of its tokens as the end token"
+            "could not be told apart: name one of its tokens as the end token (eod=...)"
         )
     try:
         return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token)

@@ -2,12 +2,14 @@
 held out, filters, the report, provenance.
 """
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -49,6 +51,7 @@ def mixed(tmp_path):
 def test_workers_and_units_do_not_change_a_byte(mixed, tmp_path, small_units, monkeypatch):
     words = ("valid=0.2", "shard_mib=1", "id=id")
     manifest = build(mixed, tmp_path / "one", *words)
+    monkeypatch.setattr(ingest, "FEW_TEXT_BYTES", 0)
     for workers in (2, 7):
         # Shards of a small corpus are written without workers; once here with them.
         monkeypatch.setattr(ingest, "FEW_BYTES", 0 if workers == 2 else ingest.FEW_BYTES)
@@ -338,6 +341,48 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"x\.jsonl: changed while it was being read"):
         build(source, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_two_builds_at_once_build_once_and_both_have_it(mixed, tmp_path, monkeypatch):
+    built = []
+    plain = ingest.build_unit
+    monkeypatch.setattr(
+        ingest, "build_unit", lambda task, *rest: (built.append(task), plain(task, *rest))
+    )
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda _: build(mixed, tmp_path / "c"), range(2)))
+    assert made[0] == made[1]
+    assert len(built) == len({task.folder.name for task in built})
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(mixed, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest, "write_shard", full)
+        with pytest.raises(UserError, match="no space left on the disk; free some"):
+            build(mixed, tmp_path / "c")
+    said = []
+    build(mixed, tmp_path / "c", say=said.append)
+    assert "units are finished" in said[0]
+
+
+def test_the_verb_refuses_what_is_missing_without_a_traceback(mixed, tmp_path, capsys):
+    given = {"--in": str(mixed), "--out": str(tmp_path / "c"), "--tokenizer": "bytes"}
+    for name, value, problem in (
+        ("--in", "", "must be given"),
+        ("--out", "..", "is not the name of a new folder"),
+        ("--out", "", "must be given"),
+        ("--tokenizer", str(tmp_path), "not found; a tokenizer is a folder"),
+        ("--workers", "0", "WORKERS=0: is not 1 or more"),
+        ("--in", str(tmp_path / "*.jsonl"), "there is no such file"),
+    ):
+        words = [word for pair in (given | {name: value}).items() for word in pair]
+        assert ingest.main(words) == 1
+        assert problem in capsys.readouterr().err
+    assert ingest.main([word for pair in given.items() for word in pair] + ["valid=0"]) == 0
+    assert "documents kept" in capsys.readouterr().out
 
 
 def test_max_bad_is_a_limit_over_all_files_and_names_the_reasons(tmp_path):

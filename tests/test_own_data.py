@@ -19,7 +19,7 @@ TEXT = (ROOT / "docs" / "own-data.md").read_text()
 
 def test_its_commands_work_one_after_the_other(tmp_path):
     clone = make_clone(tmp_path)
-    paragraphs = [p for d in read_documents()[:12] for p in d.data.decode().split("\n") if p]
+    paragraphs = [p for d in read_documents()[:60] for p in d.data.decode().split("\n") if p]
     half = len(paragraphs) // 2
     files = {"a.jsonl": json_lines(paragraphs[:half]), "b.jsonl": json_lines(paragraphs[half:])}
     write_files(clone / "texts", files)
