@@ -106,7 +106,7 @@ def select_first(units: Sequence[Done], path: Path) -> str:
             for batch in batches(unit.folder):
                 yield digest_words(batch)
 
-    mark_first(digests, sum(unit.documents for unit in units), path)
+    mark_first(digests(), sum(unit.documents for unit in units), path)
     return str(path)
 
 

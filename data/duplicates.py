@@ -1,61 +1,77 @@
 """Exact duplicates among documents, by a 16-byte digest of their text: the first in input order
 stays.
 
-Its one rule: memory is bounded, however many documents there are. The digests lie in files; they
-are looked at in passes, each over the share of them that falls to it, with at most `PASS_DOCUMENTS`
-new ones held at once (about 64 bytes each). Cost on disk: 16 bytes a document, and one byte for the
-answer; a pass reads all digests once.
+    digests --by value--> bucket files --one at a time, sorted--> bool a document
+
+Its one rule: memory is bounded, however many documents there are or however equal they are: at most
+about `BUCKET_DOCUMENTS` at once, some 100 bytes each. Cost on disk while it works: 24 bytes a
+document, and one byte for the answer.
 
 Two different texts count as equal with a chance of n * n / 2**129 for n documents (xxh3-128).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-PASS_DOCUMENTS = 8 << 20
+BUCKET_DOCUMENTS = 8 << 20
+MOST_BUCKETS = 512  # files open at once
 
 
 def mark_first(
-    digests: Callable[[], Iterable[np.ndarray]],
+    digests: Iterable[np.ndarray],
     num_documents: int,
     path: Path,
-    pass_documents: int = PASS_DOCUMENTS,
+    bucket_documents: int = BUCKET_DOCUMENTS,
 ) -> np.ndarray:
     """Which documents are the first with their digest: bool (num_documents,), mapped from `path`.
 
-    digests() gives the digests in input order, uint64 (n, 2) a time; it is called once a pass.
+    digests: in input order, uint64 (n, 2) a time.
     """
     path.write_bytes(b"")
     if not num_documents:
         return np.zeros(0, dtype=bool)
     is_first = np.memmap(path, dtype=bool, mode="w+", shape=(num_documents,))
-    passes = -(-num_documents // pass_documents)
-    for number in range(passes):
-        seen, buffer, held, base = np.empty((0, 2), np.uint64), [], 0, 0
-        for chunk in digests():
-            mine = np.flatnonzero(chunk[:, 0] % np.uint64(passes) == number)
-            buffer.append((chunk[mine], base + mine))
-            base, held = base + len(chunk), held + len(mine)
-            if held >= pass_documents:
-                seen, buffer, held = _merge(seen, buffer, is_first), [], 0
-        _merge(seen, buffer, is_first)
-        assert base == num_documents
+    num_buckets = min(MOST_BUCKETS, -(-num_documents // bucket_documents))
+    files = [path.with_name(f"{path.name}.{number}") for number in range(num_buckets)]
+    _fill(digests, files)
+    for file in files:
+        seen = np.empty((0, 2), dtype=np.uint64)
+        with open(file, "rb") as rows:
+            while len(some := np.fromfile(rows, "<u8", 3 * bucket_documents).reshape(-1, 3)):
+                seen = _merge(seen, some, is_first)
+        file.unlink()
     is_first.flush()
     return is_first
 
 
-def _merge(seen: np.ndarray, buffer: list, is_first: np.ndarray) -> np.ndarray:
-    """Mark those in the buffer that are new; returns all that were seen."""
-    fresh = np.concatenate([seen, *(digest for digest, _ in buffer)])
-    number = np.concatenate([np.full(len(seen), -1), *(at for _, at in buffer)]).astype(np.int64)
-    order = np.lexsort((fresh[:, 1], fresh[:, 0]))  # stable: the earliest of equals comes first
-    ordered = fresh[order]
+def _fill(digests: Iterable[np.ndarray], files: list[Path]) -> None:
+    """Rows (digest, number of the document), each in the bucket of its digest, in input order."""
+    with ExitStack() as stack:
+        buckets = [stack.enter_context(open(file, "wb", buffering=1 << 16)) for file in files]
+        base = 0
+        for chunk in digests:
+            number = np.arange(base, base + len(chunk), dtype=np.uint64)
+            base += len(chunk)
+            rows = np.column_stack([chunk, number]).astype("<u8", copy=False)
+            bucket = (chunk[:, 0] % np.uint64(len(files))).astype(np.int64)
+            order = np.argsort(bucket, kind="stable")
+            ends = np.cumsum(np.bincount(bucket, minlength=len(files)))
+            for file, some in zip(buckets, np.split(rows[order], ends[:-1]), strict=True):
+                file.write(some.data if len(some) else b"")
+
+
+def _merge(seen: np.ndarray, rows: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+    """Mark those of the rows whose digest is new; returns all digests that were seen."""
+    every = np.concatenate([seen, rows[:, :2]])
+    order = np.lexsort((every[:, 1], every[:, 0]))  # stable: the earliest of equals comes first
+    ordered = every[order]
     is_new = np.ones(len(order), dtype=bool)
     is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = number[order[is_new]]
-    is_first[first[first >= 0]] = True
+    first = order[is_new] - len(seen)
+    is_first[rows[first[first >= 0], 2].astype(np.int64)] = True
     return ordered[is_new]

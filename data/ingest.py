@@ -31,12 +31,7 @@ from data.corpus import MANIFEST, read_manifest
 from data.encoding import EngineDiffers, choose_engine
 from data.held_out import held_digests
 from data.indexed import token_dtype
-from data.inputs import (
-    InputFile,
-    check_unchanged,
-    find_inputs,
-    plan_units,
-)
+from data.inputs import InputFile, check_unchanged, find_inputs, plan_units
 from data.publish import Made, file_hash, summaries, write_fields
 from data.reading import check_columns, read_unit
 from data.report import report_lines
@@ -51,7 +46,6 @@ from recipes.schema import UserError
 # Below it one process is done before workers have started: bytes of text, of tokens.
 FEW_TEXT_BYTES, FEW_BYTES = 1 << 20, 64 << 20
 SAMPLE_DOCUMENTS, SAMPLE_CHARS = 64, 1 << 20  # compared before a fast engine is used
-INPUTS, QUARANTINE = "inputs.jsonl", "quarantine.jsonl"
 
 
 def build_corpus(
@@ -68,7 +62,7 @@ def build_corpus(
     Raises UserError with what is wrong with the input, by file and line.
     """
     files = find_inputs(source, settings.kind)
-    _check_before(files, tokenizer, settings, out)
+    _check_before(files, tokenizer, settings)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with locked(out.parent / f".{out.name}.lock", say):
@@ -100,13 +94,17 @@ class _Build:
             return self._already(key)
         for name in ("units", "shards", "corpus"):
             (self.work / name).mkdir(parents=True, exist_ok=True)
-        self.engine, note = choose_engine(self.tokenizer, self.settings.engine, self._sample())
-        if note:
-            self.say(note)
+        differed = self.work / "gigatoken-differed"  # a build that goes on knows it
+        if not differed.exists():
+            wanted = self.settings.engine
+            self.engine, note = choose_engine(self.tokenizer, wanted, self._sample())
+            if note:
+                self.say(note)
         try:
             tasks = self._run_units()
         except EngineDiffers as difference:
             self.say(f"gigatoken gives other ids for {str(difference)!r}; starting with tokenizers")
+            differed.touch()
             self.engine = "tokenizers"
             tasks = self._run_units()
         done = _done(tasks)
@@ -295,7 +293,7 @@ class _Build:
         return hashes
 
 
-def _check_before(files, tokenizer: TextTokenizer, settings: Settings, out: Path) -> None:
+def _check_before(files, tokenizer: TextTokenizer, settings: Settings) -> None:
     """Everything that can be known to be wrong before any text is read."""
     problems = []
     for file in files:

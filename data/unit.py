@@ -29,6 +29,7 @@ from data.indexed import token_dtype
 from data.inputs import InputFile, Unit
 from data.reading import Advance, Record, read_unit
 from data.settings import Settings
+from data.tokenizer import library_version
 from recipes.schema import UserError
 
 BATCH_CHARS = 1 << 20
@@ -61,7 +62,7 @@ class UnitTask:
 
 def unit_key(unit: Unit, settings: Settings, fingerprint: str, engine: str) -> str:
     """Name of a unit's result: equal for equal work."""
-    what = [FORMAT, unit.identity(), settings.unit_part(), fingerprint, engine]
+    what = [FORMAT, unit.identity(), settings.unit_part(), fingerprint, engine, library_version()]
     is_strict = settings.max_bad == 0
     return xxhash.xxh3_128_hexdigest(json.dumps([*what, is_strict], sort_keys=True).encode())
 

@@ -406,7 +406,7 @@ def test_shards_are_cut_between_documents_at_their_size(tmp_path):
     assert texts_of(tmp_path / "c") == [*texts, "y" * 700_000, "end"]
 
 
-def test_first_of_equals_is_found_in_passes_of_any_size(tmp_path):
+def test_first_of_equals_is_found_in_buckets_of_any_size(tmp_path):
     rng = np.random.default_rng(3)
     words = rng.integers(0, 50, (1000, 2)).astype(np.uint64)
     words[:, 0] *= np.uint64(2**58)
@@ -415,12 +415,12 @@ def test_first_of_equals_is_found_in_passes_of_any_size(tmp_path):
         expected.append(row not in seen)
         seen.add(row)
     for size in (1, 7, 100, 5000):
-        found = mark_first(lambda: np.array_split(words, 13), 1000, tmp_path / "x", size)
+        found = mark_first(np.array_split(words, 13), 1000, tmp_path / "x", size)
         assert found.tolist() == expected
-    assert mark_first(lambda: [], 0, tmp_path / "x").tolist() == []
-    # One text a million times over does not pile up.
+    assert mark_first([], 0, tmp_path / "x").tolist() == []
+    # One text over and over does not pile up.
     same = np.zeros((1000, 2), dtype=np.uint64)
-    assert mark_first(lambda: [same] * 5, 5000, tmp_path / "x", 100).sum() == 1
+    assert mark_first([same] * 5, 5000, tmp_path / "x", 100).sum() == 1
 
 
 def test_filters_count_characters_by_class():
