@@ -1,7 +1,8 @@
 """Tasks on several processes, with one progress bar.
 
-Its one rule: a failure is the one that the first task in order met, whatever the number of workers;
-tasks that were begun are waited for, and no process outlives the one that started it.
+Its one rule: a failure is the one that the first task in order met, whatever the number of workers:
+tasks before it are waited for, those after it are broken off. No process outlives the one that
+started it.
 
 Progress is counted in bytes. Workers are started afresh (spawn), each with its own tokenizer.
 """
@@ -77,17 +78,18 @@ def progress_bar(title: str, total: int | None, done: int = 0, unit: str = "B") 
 
 def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
     context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
+    counter, stop = context.Value("q", 0), context.Event()
     given = tokenizer and (tokenizer.definition, tokenizer.config, tokenizer.eod_token)
-    pool = ProcessPoolExecutor(workers, context, _start, (given, engine, counter))
+    pool = ProcessPoolExecutor(workers, context, _start, (given, engine, counter, stop))
+    waiting: dict[Future, int] = {}
     failures: dict[int, BaseException] = {}
-    shown = 0
+    next_task = shown = 0
     try:
-        # Not more than this are handed over at once, so that after a failure no task before it
-        # is left undone and few after it are begun.
-        waiting, next_task = {}, 0
-        while waiting or (next_task < len(tasks) and not failures):
-            while next_task < len(tasks) and len(waiting) < workers + 1 and not failures:
+        while waiting or next_task < len(tasks):
+            if failures and (not waiting or min(waiting.values()) > min(failures)):
+                break
+            # Not more than this are handed over at once, so few are begun in vain.
+            while next_task < len(tasks) and len(waiting) <= workers and not failures:
                 waiting[pool.submit(_work, work, tasks[next_task])] = next_task
                 next_task += 1
             finished, _ = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
@@ -96,22 +98,20 @@ def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
             bar.update(count - shown)
             shown = count
             for future in finished:
-                _take(future, waiting.pop(future), failures, on_done)
-    except BrokenProcessPool:
-        failures[0] = _killed(workers)
+                number, error = waiting.pop(future), future.exception()
+                if error is None:
+                    on_done(number, future.result())
+                else:
+                    failures[number] = error
+    except BrokenProcessPool as error:  # of submit
+        failures[next_task] = error
     finally:
+        if waiting:
+            stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
     if failures:
         first = failures[min(failures)]
         raise _killed(workers) if isinstance(first, BrokenProcessPool) else first
-
-
-def _take(future: Future, number: int, failures: dict, on_done) -> None:
-    error = future.exception()
-    if error is None:
-        on_done(number, future.result())
-    else:
-        failures[number] = error
 
 
 def _killed(workers: int) -> UserError:
@@ -125,11 +125,11 @@ def _work(work: Callable, task):
     return work(task, _encoder, _advance)
 
 
-def _start(given, engine: str, counter) -> None:
+def _start(given, engine: str, counter, stop) -> None:
     """First thing in a worker: its tokenizer, its share of the progress, and its end."""
     global _encoder, _advance
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers for all
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
     if given:
         _encoder = Encoder(TextTokenizer(*given), engine)
 
@@ -140,8 +140,8 @@ def _start(given, engine: str, counter) -> None:
     _advance = advance
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(stop) -> None:
     parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive():
+    while parent is not None and parent.is_alive() and not stop.is_set():
         time.sleep(POLL_S)
     os._exit(1)
