@@ -78,7 +78,8 @@ def build_unit(task: UnitTask, encoder: Encoder, advance: Advance) -> None:
         with _Output(temporary, task, encoder) as output:
             for record in read_unit(task.unit, task.settings, advance):
                 output.add(record)
-            output.close()
+            output.flush()
+        output.finish()
         os.replace(temporary, task.folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -131,11 +132,10 @@ class _Output:
         if record.problem is not None:
             self._put_aside(record, counts)
         if self._chars >= BATCH_CHARS:
-            self._flush()
+            self.flush()
 
-    def close(self) -> None:
-        """Write the rest and, last, the summary."""
-        self._flush()
+    def finish(self) -> None:
+        """Write the summary after all files are closed, and make them durable."""
         summary = {
             "files": [file.name for file in self._files],
             "counts": [dict(counts) for counts in self._counts],
@@ -143,11 +143,11 @@ class _Output:
             "longest": self._longest,
             "dtype": self._dtype.name,
         }
-        self._ids.flush()
-        os.fsync(self._ids.fileno())
-        self._bad.flush()
         path = self._folder / "unit.json"
         path.write_text(json.dumps(summary, ensure_ascii=False), encoding="utf-8")
+        for path in self._folder.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
     def _add_text(self, record: Record, counts: Counter) -> None:
         data, file = record.data, self._files[record.source]
@@ -173,7 +173,8 @@ class _Output:
         self._batch.append((record, text))
         self._chars += len(text)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Tokenize and write the documents that wait."""
         if not self._batch:
             return
         columns = {name: [] for name in SCHEMA.names}
