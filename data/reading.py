@@ -268,7 +268,9 @@ def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
         columns = [settings.text, *([settings.id] if settings.id else [])]
         rows = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
         for batch in rows if groups else []:
-            yield from _rows(batch.column(0), _ids(batch, settings), row, settings.text)
+            # By name: columns come in the file's order, not in that asked for.
+            text = batch.column(batch.schema.get_field_index(settings.text))
+            yield from _rows(text, _ids(batch, settings), row, settings.text)
             row += len(batch)
             advance(int(len(batch) * share))
 

@@ -303,7 +303,7 @@ def test_parquet_columns_of_every_text_type_are_read(tmp_path, kind, monkeypatch
     values = pa.array(GOOD)
     values = values.cast(kind) if not pa.types.is_dictionary(kind) else values.dictionary_encode()
     (tmp_path / "in").mkdir()
-    table = pa.table({"body": values, "n": list(range(40))})
+    table = pa.table({"n": list(range(40)), "body": values})
     pq.write_table(table, tmp_path / "in" / "x.parquet", row_group_size=7)
     files = find_inputs(str(tmp_path / "in"))
     assert len(plan_units(files, "file")) > 1
