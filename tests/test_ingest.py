@@ -195,7 +195,8 @@ def attempt(out, left):
                 os.kill(os.getpid(), 9)
             return plain(*args, **kwargs)
         return call
-    os.replace, os.fsync = hooked(os.replace), hooked(os.fsync)
+    os.replace = hooked(os.replace)
+    os.fsync = hooked(lambda fd: None)  # a kill loses nothing that was written; only power does
     try:
         build(source, out, *words)
     except BaseException:
@@ -226,7 +227,7 @@ def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
     source = write_files(tmp_path / "in", files)
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT
+        command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 40
