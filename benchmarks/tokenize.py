@@ -151,8 +151,11 @@ def compare(contenders: dict[str, Callable], rounds: int, size: int) -> dict:
     first = seconds[names[0]]
     return {
         name: {
-            "bytes_per_cpu_s": size / statistics.median(some),
-            "ratio": statistics.median(a / b for a, b in zip(first, some, strict=True)),
+            "bytes_per_cpu_s": size / max(statistics.median(some), 1e-9),
+            "ratio": statistics.median(
+                a / max(b, 1e-9) if some is not first else 1.0
+                for a, b in zip(first, some, strict=True)
+            ),
         }
         for name, some in seconds.items()
     }

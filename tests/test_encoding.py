@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from text_inputs import GOOD, build, json_lines, texts_of, write_files
 
+from benchmarks import tokenize as benchmark
 from data import encoding, ingest
 from data.encoding import Encoder, EngineDiffers, choose_engine
 from data.tokenizer import byte_tokenizer, train_bpe
@@ -115,3 +116,15 @@ def test_gigatoken_itself_gives_equal_ids(tmp_path):
     assert (tmp_path / "slow" / "train-00000.bin").read_bytes() == (
         tmp_path / "fast" / "train-00000.bin"
     ).read_bytes()
+
+
+def test_the_benchmark_compares_ids_before_speeds_and_times_by_turns():
+    given = {"raw tokenizers": lambda: [[5, 6], [7]], "ours": lambda: np.array([5, 6, 0, 7, 0])}
+    found = benchmark.compare(given, 3, 1000)
+    assert list(found) == list(given)
+    assert found["raw tokenizers"]["ratio"] == 1
+    with pytest.raises(AssertionError, match="ours gives other ids"):
+        benchmark.compare(given | {"ours": lambda: np.array([5, 6, 0, 8, 0])}, 1, 1000)
+    numbers = {"bytes_per_cpu_s": 2e6, "ratio": 1.5}
+    result = {"command": "x", "tokenizing": {"ours": numbers}, "verify": {}, "versions": {"a": "1"}}
+    assert "| ours | 2.00 | 1.50x |" in benchmark.table(result)

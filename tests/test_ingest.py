@@ -178,8 +178,8 @@ import os, pathlib, shutil, sys
 sys.path[:0] = ["tests"]
 from test_writer import digest
 from text_inputs import build
-from data import inputs, unit
-inputs.UNIT_BYTES, unit.BATCH_CHARS = 700, 300
+from data import unit
+unit.BATCH_CHARS = 300
 source, root = sys.argv[1], pathlib.Path(sys.argv[2])
 words = ("valid=0.2", "max_bad=5", "shard_mib=1")
 
@@ -209,7 +209,7 @@ assert attempt(root / "whole", 10**9) == 0
 expected = digest(root / "whole")
 # Killed before the call number `first`, then every EVERY calls: together at every call there is.
 # EVERY is more than a shard takes, so that each life gets something done.
-EVERY, kills = 25, 0
+EVERY, kills = 20, 0
 for first in range(EVERY):
     out, left = root / f"c{first}", first
     while (status := attempt(out, left)) == -9:
@@ -223,14 +223,14 @@ print(kills)
 
 
 def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
-    files = {"a.jsonl": json_lines(GOOD[:20]), "e.jsonl": json_lines(GOOD[5:9]) + b"{broken\n"}
-    source = write_files(tmp_path / "in", files)
+    text = json_lines(GOOD[:20] + GOOD[5:9]) + b"{broken\n"
+    source = write_files(tmp_path / "in", {"a.jsonl": text})
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 40
+    assert int(done.stdout) > 30
 
 
 SLOW = """
