@@ -29,7 +29,7 @@ from data.foreign import TYPES, Foreign, find_foreign
 from data.indexed import CODES, token_dtype
 from data.publish import INPUTS, file_hash, write_lines
 from data.report import report_lines
-from data.settings import read_words
+from data.settings import knob_lines, read_words
 from data.shardfile import PublishedFile, ShardWriter, sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
@@ -349,7 +349,10 @@ def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m data.importing", description="Make a corpus of tokenized files."
+        prog="python -m data.importing",
+        description="Make a corpus of tokenized files.",
+        epilog=f"knobs:\n{knob_lines(ImportSettings)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--in", dest="source", required=True, help="prefix, file, folder or glob")
     parser.add_argument("--out", required=True, type=Path)

@@ -35,7 +35,7 @@ from data.inputs import InputFile, check_unchanged, find_inputs, plan_units
 from data.publish import Made, file_hash, summaries, write_fields
 from data.reading import check_columns, read_unit
 from data.report import report_lines
-from data.settings import Settings, read_settings
+from data.settings import Settings, knob_lines, read_settings
 from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
@@ -357,7 +357,10 @@ def _bad(summary: dict) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m data.ingest", description="Build a corpus from text."
+        prog="python -m data.ingest",
+        description="Build a corpus from text.",
+        epilog=f"knobs:\n{knob_lines(Settings)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
     parser.add_argument("--out", required=True)

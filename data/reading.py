@@ -35,7 +35,6 @@ BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 30  # a line or document beyond it is a file without line ends, not text
 BATCH_ROWS = 256
 BOM = b"\xef\xbb\xbf"
-MOST_PROBLEM_CHARS = 120
 
 Advance = Callable[[int], None]  # told how many bytes of the input have been read since last time
 

@@ -15,9 +15,6 @@ from data.filters import Filters
 from recipes.schema import UserError, as_float, as_int
 
 KINDS = ("jsonl", "parquet", "text")
-# "file": a file is a document; "blank": blank lines part them; "line": each line is one; any other
-# text is what stands between two documents.
-DOCUMENT_RULES = ("file", "blank", "line")
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,9 @@ class Settings:
 
     text: str = field(default="text", metadata={"meaning": "field or column that holds the text"})
     id: str | None = field(default=None, metadata={"meaning": "field or column with a name"})
-    kind: str | None = field(default=None, metadata={"meaning": f"of all inputs: {KINDS}"})
+    kind: str | None = field(
+        default=None, metadata={"meaning": f"of all inputs: {', '.join(KINDS)}"}
+    )
     document: str = field(
         default="file",
         metadata={"meaning": "how text files are cut: file, blank, line, or the text between two"},
@@ -102,6 +101,14 @@ def read_words(kind: type, words: Iterable[str], verb: str):
     if problems:
         raise UserError(*problems)
     return kind(**values)
+
+
+def knob_lines(kind: type) -> str:
+    """Every knob of a dataclass with default and meaning, for --help."""
+    return "\n".join(
+        f"  {one.name}={one.default if one.default is not None else ''}  {one.metadata['meaning']}"
+        for one in fields(kind)
+    )
 
 
 def check_settings(settings: Settings) -> None:
