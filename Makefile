@@ -2,6 +2,7 @@
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   RUN=tiny  STEP=100  PROMPT="The Congress"
+#   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -16,9 +17,16 @@ RUN ?= $(RECIPE)
 STEP ?=
 PROMPT ?=
 TESTS ?= tests
+IN ?=
+OUT ?=
+TOKENIZER ?=
+VOCAB ?= 32000
+WORKERS ?=
+CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -32,7 +40,7 @@ export PYTHONPATH := $(CURDIR)
 # OVERRIDES by the shell's rules for quotes.
 override OVERRIDES := $(value OVERRIDES)
 override PROMPT := $(value PROMPT)
-export OVERRIDES PROMPT
+export OVERRIDES PROMPT IN OUT TOKENIZER CORPUS
 
 ifdef PYTHON
 READY := python-given
@@ -41,7 +49,8 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
+.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given \
+	corpus corpus-import corpus-verify corpus-info tokenizer
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -75,6 +84,24 @@ export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
+
+# One thread of the tokenizer for each worker process.
+corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
+	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m data.ingest --in "$$IN" --out "$$OUT" \
+	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$(WORKERS)") -- $(OVERRIDES)
+
+corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER=
+	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" -- $(OVERRIDES)
+
+corpus-verify: $(READY) ## read every byte of CORPUS and compare (WORKERS=)
+	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$(WORKERS)")
+
+corpus-info: $(READY) ## what CORPUS holds, how it was made, what was dropped
+	@exec "$(PYTHON)" -m data.info "$$CORPUS"
+
+tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob=value")
+	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$(VOCAB)" \
+	  $(if $(OUT),--out "$$OUT") -- $(OVERRIDES)
 
 tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
 	@exec "$(PYTHON)" -m tensorboard.main --logdir runs --port "$(PORT)"

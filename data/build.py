@@ -73,7 +73,7 @@ def build(name: str, folder: Path) -> None:
             f"{folder}: the corpus is not there and cannot be built: {error.filename}:"
             f" {error.strerror}"
         ) from None
-    with _lock(folder.parent / f".{folder.name}.lock", report):
+    with locked(folder.parent / f".{folder.name}.lock", report):
         if (folder / MANIFEST).is_file():
             return
         if folder.is_dir() and any(folder.iterdir()):
@@ -124,7 +124,7 @@ class Progress:
 
 
 @contextmanager
-def _lock(path: Path, report: Progress) -> Iterator[None]:
+def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold an exclusive lock; say so once while waiting for another process. The file stays:
     removing it would race.
     """
