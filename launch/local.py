@@ -41,9 +41,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns only to refuse."""
+    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns if nothing starts."""
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="1", help="ranks on this machine")
+    parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     options = parser.parse_args(arguments)
     try:
@@ -53,6 +54,8 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
+    if options.check:
+        return 0
     if ranks == 1:
         for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
             os.environ.pop(name, None)

@@ -48,6 +48,10 @@ SERIES = {
     ),
     "device_memory_gib": ("memory/device_gib", "peak allocated on rank 0's device so far, GiB"),
     "host_memory_gib": ("memory/host_gib", "peak resident memory of rank 0's process so far, GiB"),
+    "communication_mib": (
+        "communication/mib_per_step",
+        "payload of the step's collectives as rank 0 sees them, MiB",
+    ),
     "grad_norm": ("optimizer/grad_norm", "global gradient norm before clipping"),
     "lr": ("optimizer/lr", "learning rate of the step"),
     "tokens": ("progress/tokens", "tokens consumed so far, all ranks"),

@@ -116,12 +116,14 @@ class MetricsWriter:
         accumulation: int,
         skipped: bool = False,
         val_loss: float | None = None,
+        communication_bytes: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Record one finished step, in plain numbers read one step late, and return its line.
 
         `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
-        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping. A
-        tensor is a TypeError: reading it here would make the device wait.
+        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
+        `communication_bytes` what was counted (runtime.communication), by kind. A tensor is a
+        TypeError: reading it here would make the device wait.
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
@@ -156,6 +158,9 @@ class MetricsWriter:
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
+        if communication_bytes is not None:
+            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
         line = records.parse_line(written)
