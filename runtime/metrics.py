@@ -242,7 +242,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     evaluated = [line for line in lines if line.get("val_loss") is not None]
     best = min(evaluated, key=lambda line: line["val_loss"], default={})
     on_device = any(line["device_memory_gib"] is not None for line in lines)
-    p25, median, p75 = _quartiles([line["tokens_per_s"] for line in steady])
+    p25, median, p75 = quartiles([line["tokens_per_s"] for line in steady])
     last = lines[-1] if lines else {}
     return {
         "first_step": lines[0]["step"] if lines else None,
@@ -257,15 +257,15 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "tokens_per_s": median,
         "tokens_per_s_p25": p25,
         "tokens_per_s_p75": p75,
-        "mfu": _quartiles([line["mfu"] for line in steady])[1],
-        "step_s": _quartiles([line["step_s"] for line in steady])[1],
+        "mfu": quartiles([line["mfu"] for line in steady])[1],
+        "step_s": quartiles([line["step_s"] for line in steady])[1],
         "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
         "memory_of": "device" if on_device else "host",
         "num_steady_steps": len(steady),
     }
 
 
-def _quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
+def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
     """25th percentile, median, 75th percentile of the values that are known."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
