@@ -27,7 +27,6 @@ COLUMNS = {
     "step_s": ("result/step_s", "s/step (median)"),
     "mfu": ("result/mfu", "MFU (median)"),
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
-    "last_loss": ("result/train_loss", "train loss (last)"),
 }
 # What every variant shares or repeats from others; the rest of the curves are drawn.
 LEFT_OUT = ("life", "skipped_steps", "val_loss", "save_s", "eval_s", "device_memory_gib",
@@ -73,14 +72,11 @@ def write_side(
     fields = {field for line in lines.values() for field in line}
     events = EventFiles(folder, life=1, after_step=0)
     events.page(charts_of(fields))
-    layout = side.runs[0].layout
-    shape = {"ranks": layout["world"], "zero_stage": layout["stage"]}
-    shape["micro_batch"] = layout["micro_batch"]
-    shape = {key: value for key, value in shape.items() if key not in values}
-    if "zero" in values:
-        del shape["zero_stage"]
+    ranks = {run.layout["world"] for run in shown.runs}
+    if len(ranks) > 1:
+        values = {**values, "ranks": side.runs[0].layout["world"]}
     plain = {key: value if isinstance(value, bool | float) else str(value)
-             for key, value in {**values, **shape}.items()}  # fmt: skip
+             for key, value in values.items()}  # fmt: skip
     events.hyper_parameters(plain, name, columns)
     for step, line in lines.items():
         events.scalars(step, line)
@@ -103,23 +99,22 @@ def numbers(side: Side) -> dict[str, float | None]:
     """The columns of a variant."""
     peaks = [peak for peak in side.peaks_gib() if peak is not None]
     sent = side.communication_bytes()
-    last = max(side.runs[0].losses)
     return {
         "tokens_per_s": side.median("tokens_per_s"),
         "mfu": side.median("mfu"),
         "step_s": side.median("step_s"),
         "peak_memory_gib": max(peaks, default=None),
         "communication_mib": sum(sent.values()) / MIB if sent else None,
-        "last_loss": side.runs[0].losses[last],
     }
 
 
 def curves(side: Side) -> dict[int, dict[str, float]]:
     """Step -> the metrics line that TensorBoard draws: medians over the variant's runs.
 
-    Times and speeds of the warm-up step are left out: they would set the scale of every chart.
+    Of the warm-up step only what it learned is drawn: its times, and what it sends to set up, would
+    set the scale of every chart.
     """
-    warm = ("tokens_per_s", "tokens_per_s_per_rank", "mfu")
+    warm = ("tokens_per_s", "tokens_per_s_per_rank", "mfu", "communication_mib")
     by_step: dict[int, list[dict[str, Any]]] = {}
     for run in side.runs:
         for line in run.lines:

@@ -5,6 +5,8 @@ One rule: they draw the numbers of the report's tables and no others. PNG, drawn
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ PART_COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#bbbbbb")
 LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222222")
 DOTS_PER_INCH, WIDTH = 110, 13.0  # inches
 LONGEST_LABEL = 48
+TITLE = dict(loc="left", fontsize=10)
+SMALLEST_SHARE = 1e-4
 
 
 def draw(shown: Comparison, folder: Path) -> tuple[str, ...]:
@@ -43,9 +47,8 @@ def speed(shown: Comparison) -> Any:
     """Bars: tokens/s, parts of a step, peak memory, communication."""
     sides = [side for side in shown.sides if side.runs]
     has_bytes = any(side.communication_bytes() for side in sides)
-    num_rows = 2
-    height = num_rows * (1.5 + 0.42 * len(shown.sides))
-    figure, axes = plt.subplots(num_rows, 2, figsize=(WIDTH, height), layout="constrained")
+    height = 2 * (1.5 + 0.42 * len(shown.sides))
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, height), layout="constrained")
     figure.suptitle(shown.name, fontsize=13)
     throughput(axes[0][0], shown.sides)
     step_parts(axes[0][1], shown.sides)
@@ -57,8 +60,7 @@ def speed(shown: Comparison) -> Any:
     for panel in axes.flat:
         panel.set_yticks(range(len(shown.sides)), [label(side) for side in shown.sides])
         panel.set_ylim(len(shown.sides) - 0.5, -0.5)  # the first variant on top
-        panel.set_xlim(left=0)
-        panel.margins(x=0.12)
+        panel.set_xlim(0, 1.12 * panel.get_xlim()[1])  # room for the number behind the longest bar
         panel.xaxis.grid(True, color="#dddddd")
         panel.set_axisbelow(True)
     return figure
@@ -71,6 +73,7 @@ def label(side: Side) -> str:
 
 
 def throughput(panel: Any, sides: list[Side]) -> None:
+    """Tokens/s, with quartiles, and each run's own median."""
     for row, side in enumerate(sides):
         low, middle, high = side.quartiles("tokens_per_s")
         if middle is None:
@@ -80,53 +83,62 @@ def throughput(panel: Any, sides: list[Side]) -> None:
         medians = [run.summary["tokens_per_s"] for run in side.runs]
         if len(medians) > 1:
             panel.plot(medians, [row] * len(medians), "o", color=DOT, markersize=4)
-        panel.text(high, row, f"  {middle:,.0f}", va="center")
-    panel.set_title("Throughput: median, quartiles (line), median of each run (dots)", fontsize=10)
+        panel.text(max(high, *medians), row, f"   {middle:,.0f}", va="center")
+    panel.set_title("Throughput: median, quartiles (line), each run (dots)", **TITLE)
     panel.set_xlabel("tokens/s over all ranks")
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def step_parts(panel: Any, sides: list[Side]) -> None:
-    for row, side in enumerate(sides):
-        left = 0.0
-        for (name, title), color in zip(PARTS, PART_COLORS, strict=True):
-            seconds = side.median(name) or 0.0
-            panel.barh(row, seconds, 0.6, left=left, color=color, label=title if row == 0 else None)
-            left += seconds
-    panel.set_title("Where a step's time goes", fontsize=10)
+    """Seconds of each part of a step, stacked."""
+    parts = {title: [side.median(name) or 0.0 for side in sides] for name, title in PARTS}
+    stacked(panel, parts, PART_COLORS)
+    panel.set_title("Where a step's time goes", **TITLE)
     panel.set_xlabel("seconds per step (medians of rank 0)")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in PART_COLORS]
-    panel.legend(handles, [title for _, title in PARTS], ncols=4, fontsize=8, frameon=False,
-                 loc="lower right", bbox_to_anchor=(1, -0.02 - 0.9 / max(2, len(sides))))  # fmt: skip
 
 
 def memory(panel: Any, sides: list[Side]) -> None:
+    """Peak memory of each variant's fullest rank."""
     kinds = {run.summary["memory_of"] for side in sides for run in side.runs}
     for row, side in enumerate(sides):
-        known = [peak for peak in side.peaks_gib() if peak is not None] if side.runs else []
+        known = [peak for peak in side.peaks_gib() if peak is not None]
         if known:
             panel.barh(row, max(known), 0.6, color=BLUE)
             panel.text(max(known), row, f"  {max(known):.3f}", va="center")
-    panel.set_title("Peak memory of the fullest rank", fontsize=10)
+    panel.set_title("Peak memory of the fullest rank", **TITLE)
     panel.set_xlabel(f"GiB of {' and '.join(sorted(kinds))} memory")
 
 
 def communication(panel: Any, sides: list[Side]) -> None:
-    kinds = sorted({kind for side in sides for kind in side.communication_bytes()})
-    for row, side in enumerate(sides):
-        left = 0.0
-        sent = side.communication_bytes()
-        for kind, color in zip(kinds, LINES * 3, strict=False):
-            size = sent.get(kind, 0) / MIB
-            panel.barh(row, size, 0.6, left=left, color=color)
-            left += size
-        if sent:
-            panel.text(left, row, f"  {left:,.4g}", va="center")
-    panel.set_title("Counted payload of the collectives of a step", fontsize=10)
+    """Payload of a step's collectives, stacked by kind."""
+    sent = [side.communication_bytes() for side in sides]
+    sizes = {kind: sum(one.get(kind, 0) for one in sent) for one in sent for kind in one}
+    # A loss of four bytes would only take a place in the legend.
+    kinds = [kind for kind in sorted(sizes) if sizes[kind] > SMALLEST_SHARE * sum(sizes.values())]
+    parts = {kind: [one.get(kind, 0) / MIB for one in sent] for kind in kinds}
+    stacked(panel, parts, LINES)
+    for row, one in enumerate(sent):
+        if one:
+            panel.text(
+                sum(one.values()) / MIB, row, f"  {sum(one.values()) / MIB:,.4g}", va="center"
+            )
+    panel.set_title("Counted payload of a step's collectives", **TITLE)
     panel.set_xlabel("MiB per step as rank 0 sees them")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for _, c in zip(kinds, LINES * 3, strict=False)]
-    panel.legend(handles, kinds, ncols=4, fontsize=8, frameon=False,
-                 loc="lower right", bbox_to_anchor=(1, -0.02 - 0.9 / max(2, len(sides))))  # fmt: skip
+
+
+def stacked(panel: Any, parts: dict[str, list[float]], colors: Sequence[str]) -> None:
+    """Horizontal bars of several parts, the legend beside the title."""
+    for (title, sizes), color in zip(parts.items(), itertools.cycle(colors), strict=False):
+        before = [
+            sum(values)
+            for values in zip(*list(parts.values())[: list(parts).index(title)], strict=True)
+        ]
+        panel.barh(range(len(sizes)), sizes, 0.6, left=before or 0.0, color=color, label=title)
+    if parts:
+        panel.legend(
+            ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.02, 0.98),
+            borderpad=0.3, columnspacing=1.0, handlelength=1.2,
+        )  # fmt: skip
 
 
 def losses(shown: Comparison) -> Any:
@@ -149,9 +161,9 @@ def losses(shown: Comparison) -> Any:
             if all(step in run.losses for run in side.runs)
         }
         below.plot(list(gaps), list(gaps.values()), ".-", color=style["color"], label=side.label)
-    above.set_title("Training loss", fontsize=10)
+    above.set_title(f"{shown.name}: training loss", **TITLE)
     above.set_ylabel("loss, nats per token")
-    below.set_title(f"Largest difference of a variant's runs to {shown.base.label}", fontsize=10)
+    below.set_title(f"Largest difference of a variant's runs to {shown.base.label}", **TITLE)
     below.set_ylabel("relative difference of losses")
     below.set_xlabel("step")
     below.xaxis.get_major_locator().set_params(integer=True)

@@ -63,6 +63,7 @@ def markdown(shown: Comparison) -> str:
     if shown.pictures:
         lines += ["", *(f"![{name.partition('.')[0]}]({name})\n" for name in shown.pictures)]
     for title, rows in (
+        ("Where the seconds of a step go", part_rows(shown)),
         ("Losses", loss_rows(shown)),
         ("Communication of a step, MiB as rank 0 sees it", communication_rows(shown)),
         ("What differs", difference_rows(shown)),
@@ -93,7 +94,7 @@ def setting(shown: Comparison) -> list[str]:
     lines = [
         f"- {run.parameters:,} parameters, {run.knobs['precision']}, steps {first} to {last} of"
         f" {run.lines[-1]['tokens_per_step']:,} tokens, {ranks} rank{'s' * (ranks > 1)}",
-        f"- {device}, {around.get('cores')} cores, {around.get('threads')} threads per rank; torch"
+        f"- {device}, {around.get('cores')} cores, {around.get('threads')} per rank; torch"
         f" {around.get('torch')}, deepspeed {packages.get('deepspeed')}",
         f"- commit {commit}{' with uncommitted changes' * bool(around.get('uncommitted_changes'))}",
     ]
@@ -155,15 +156,14 @@ def main_rows(shown: Comparison) -> list[list[str]]:
     memory = "device" if any(r.summary["memory_of"] == "device" for r in shown.runs) else "host"
     header = [
         "variant" if shown.is_sweep else "run", "tokens/s", f"x `{shown.base.label}`",
-        *(["MFU"] if has_mfu else []), "s/step", *(title for _, title in PARTS),
+        *(["MFU"] if has_mfu else []), "s/step",
         f"peak {memory} GiB of a rank", *(["sent, MiB/step"] if has_bytes else []),
     ]  # fmt: skip
     rows = [header]
     for side in shown.sides:
         if not side.runs:
-            rows.append(
-                [f"`{side.label}`", f"failed: {cell(side.reason)}", *[""] * (len(header) - 2)]
-            )
+            empty = [""] * (len(header) - 2)
+            rows.append([f"`{side.label}`", f"failed: {cell(side.reason)}", *empty])
             continue
         bytes_ = side.communication_bytes()
         rows.append([
@@ -171,8 +171,7 @@ def main_rows(shown: Comparison) -> list[list[str]]:
             spread(side.quartiles("tokens_per_s"), ",.0f"),
             ratio(side, shown),
             *([one(side.median("mfu"), ".1%")] if has_mfu else []),
-            spread(side.quartiles("step_s"), ".4g"),
-            *(one(side.median(name), ".3g") for name, _ in PARTS),
+            one(side.median("step_s"), ".4g"),
             between(side.peaks_gib()),
             *([one(sum(bytes_.values()) / MIB if bytes_ else None, ",.4g")] if has_bytes else []),
         ])  # fmt: skip
@@ -182,8 +181,8 @@ def main_rows(shown: Comparison) -> list[list[str]]:
 def legend(shown: Comparison) -> list[str]:
     """What the columns of the main table are."""
     lines = [
-        "Medians over the steps of all runs of a variant, quartiles in brackets; the first step of a"
-        " run, evaluation and saves are in no number. tokens/s is over all ranks.",
+        "Medians over the steps of all runs of a variant, quartiles in brackets; the first step of"
+        " a run, evaluation and saves are in no number. tokens/s is over all ranks.",
         f"x = tokens/s relative to `{shown.base.label}` in the same round: median, lowest and"
         " highest round in brackets." if shown.is_sweep else
         f"x = tokens/s relative to `{shown.base.label}`.",
@@ -197,6 +196,16 @@ def legend(shown: Comparison) -> list[str]:
             "MFU: not known, because the device's peak is not (cluster.peak_tflops sets it)."
         )
     return [" ".join(lines)]
+
+
+def part_rows(shown: Comparison) -> list[list[str]]:
+    """Seconds of a step and of its parts."""
+    rows = [["", "step", *(title for _, title in PARTS)]]
+    for side in shown.sides:
+        if side.runs:
+            parts = [one(side.median(name), ".4f") for name, _ in PARTS]
+            rows.append([f"`{side.label}`", spread(side.quartiles("step_s"), ".4f"), *parts])
+    return rows
 
 
 def loss_rows(shown: Comparison) -> list[list[str]]:
@@ -222,7 +231,7 @@ def communication_rows(shown: Comparison) -> list[list[str]]:
     if not kinds:
         return []
     return [["", *kinds]] + [
-        [f"`{label}`", *(one(bytes_[k] / MIB, ",.4g") if k in bytes_ else NONE for k in kinds)]
+        [f"`{label}`", *(payload(bytes_.get(k)) for k in kinds)]
         for label, bytes_ in sent.items()
         if bytes_
     ]
@@ -233,7 +242,7 @@ def difference_rows(shown: Comparison) -> list[list[str]]:
     firsts = [(side.label, side.runs[0]) for side in shown.sides if side.runs]
     runs = [run for _, run in firsts]
     found = {**differing(runs), **surroundings(runs)}
-    within = {name: "differs between rounds" for name in surroundings(shown.runs)}
+    within = dict.fromkeys(surroundings(shown.runs), "differs between rounds")
     rows = [["", *(f"`{label}`" for label, _ in firsts)]]
     rows += [[name, *(cell(value) for value in values)] for name, values in found.items()]
     return rows + [
@@ -286,6 +295,13 @@ def between(values: Sequence[float | None]) -> str:
 def one(value: float | None, form: str) -> str:
     """A number, or a dash where it is not known."""
     return NONE if value is None else format(value, form)
+
+
+def payload(size: float | None) -> str:
+    """Bytes as MiB; a few bytes as what they are."""
+    if size is None or size >= MIB / 1000:
+        return one(None if size is None else size / MIB, ",.4g")
+    return f"{size:.0f} bytes"
 
 
 def cell(value: Any) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compare import board, pictures, runner
-from compare.folder import ROOT, RUNS, open_comparison, reasons, refuse_another
+from compare.folder import RUNS, open_comparison, reasons, refuse_another
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from compare.variants import (
@@ -122,8 +122,10 @@ def announcement(wanted: Plan) -> str:
 
 def shown_command(wanted: Plan) -> str:
     """The command that made it."""
-    parts = [f"make compare RECIPE={wanted.recipe} NPROC={wanted.ranks}",
-             f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps} REPEATS={wanted.repeats}']  # fmt: skip
+    parts = [
+        f"make compare RECIPE={wanted.recipe} NPROC={wanted.ranks}",
+        f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps} REPEATS={wanted.repeats}',
+    ]
     if wanted.overrides:
         parts.append(f'OVERRIDES="{" ".join(wanted.overrides)}"')
     return " ".join([*parts, f"NAME={wanted.name}"])
@@ -164,19 +166,14 @@ def report(shown: Comparison, folder: Path) -> int:
     if not shown.runs:
         for side in shown.sides:
             print(f"{side.label}: {side.reason}", file=sys.stderr)
-        print(
-            f"no variant finished; their output is in {folder.relative_to(ROOT)}/logs/",
-            file=sys.stderr,
-        )
+        print(f"no variant finished; output in runs/{shown.name}/logs/", file=sys.stderr)
         return FAILED
     names = pictures.draw(shown, folder)
     shown = Comparison(shown.name, shown.command, shown.sides, shown.is_sweep, names)
     (folder / "report.md").write_text(markdown(shown), encoding="utf-8")
     board.write(shown, folder)
     print(f"\n{terminal(shown)}")
-    print(
-        f"report in {folder.relative_to(ROOT)}/report.md; look at it with: make tensorboard RUN={shown.name}"
-    )
+    print(f"report in runs/{shown.name}/report.md; charts: make tensorboard RUN={shown.name}")
     result = shown.agreement()
     return FAILED if result and result.is_broken else 0
 

@@ -105,7 +105,7 @@ def plan(
     """
     values = sweep_values(sweep)
     problems = refusals(values, overrides)
-    choices = [combination for combination in itertools.product(*values.values())]
+    choices = list(itertools.product(*values.values()))
     if len(choices) * repeats > MOST_RUNS:
         problems.append(
             f"SWEEP has {len(choices)} variants x {repeats} repeats, more than {MOST_RUNS} runs;"
