@@ -16,7 +16,7 @@ from typing import Any
 
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
-from runtime.event_files import PAGE, SERIES, EventFiles
+from runtime.event_files import SERIES, EventFiles
 from runtime.memory import MIB
 
 FOLDER, REPORT = "tensorboard", "report"
@@ -71,7 +71,7 @@ def write_side(
     lines = curves(side)
     fields = {field for line in lines.values() for field in line}
     events = EventFiles(folder, life=1, after_step=0)
-    events.page(charts_of(fields))
+    events.page(without=set(SERIES) - fields)
     ranks = {run.layout["world"] for run in shown.runs}
     if len(ranks) > 1:
         values = {**values, "ranks": side.runs[0].layout["world"]}
@@ -83,16 +83,6 @@ def write_side(
     events.results(max(lines), found, columns)
     events.end_session(True)
     events.close()
-
-
-def charts_of(fields: set[str]) -> dict[str, dict[str, str]]:
-    """The page of charts, as far as there is something to draw."""
-    tags = {SERIES[field][0] for field in fields if field in SERIES}
-    drawn = {
-        category: {title: tag for title, tag in charts.items() if tag in tags}
-        for category, charts in PAGE.items()
-    }
-    return {category: charts for category, charts in drawn.items() if charts}
 
 
 def numbers(side: Side) -> dict[str, float | None]:

@@ -22,7 +22,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,14 @@ class EventFiles:
             ],
         )
 
-    def page(self, page: Mapping[str, Mapping[str, str]] = PAGE) -> None:
-        """Write the custom-scalars page."""
+    def page(self, without: Collection[str] = ()) -> None:
+        """Write the custom-scalars page, without the charts of fields that are not recorded."""
+        empty = {SERIES[field][0] for field in without}
         layout = layout_pb2.Layout()
-        for category, charts in page.items():
-            group = layout.category.add(title=category)
-            for title, tag in charts.items():
+        for category, charts in PAGE.items():
+            drawn = {title: tag for title, tag in charts.items() if tag not in empty}
+            group = layout.category.add(title=category) if drawn else None
+            for title, tag in drawn.items():
                 group.chart.add(title=title).multiline.tag.append(f"^{re.escape(tag)}$")
         self._text_like(
             0,

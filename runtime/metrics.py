@@ -17,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,22 @@ class MetricsWriter:
             where = segment_folder(self.folder, self.segment)
             self._events = EventFiles(where, life=self.life, after_step=after_step)
 
-    def describe(self, hyper_parameters: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def describe(
+        self,
+        hyper_parameters: Mapping[str, Any],
+        texts: Mapping[str, str],
+        unrecorded: Collection[str] = (),
+    ) -> None:
         """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
 
         `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
         file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
-        masked.
+        masked. Fields of `unrecorded` get no chart; nor does mfu where the peak is not known.
         """
         if self._events is None:
             return
-        self._events.page()
+        has_mfu = self._flops_per_token is not None and self._peak_flops is not None
+        self._events.page(without=[*unrecorded, *([] if has_mfu else ["mfu"])])
         self._events.legend()
         session = self.folder.name + (f" segment {self.segment}" if self.segment else "")
         self._events.hyper_parameters(hyper_parameters, session)

@@ -80,6 +80,10 @@ class Record:
         self.writer.describe(
             hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
+            unrecorded=[
+                *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
+                *(() if recipe.log.communication else ("communication_mib",)),
+            ],
         )
 
     def say(self, lines: Iterable[str]) -> None:
