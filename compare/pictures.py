@@ -6,6 +6,7 @@ One rule: they draw the numbers of the report's tables and no others. PNG, drawn
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ PART_COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#bbbbbb")
 # As far from each other as colors get, also for the color-blind (Paul Tol's bright scheme).
 LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222222")
 DOTS_PER_INCH, WIDTH = 110, 13.0  # inches
-LONGEST_LABEL = 48
+LABEL_WIDTH, LABEL_LINES = 34, 3  # characters, lines
 TITLE = dict(loc="left", fontsize=10)
 SMALLEST_SHARE = 1e-4
 
@@ -58,7 +59,9 @@ def speed(shown: Comparison) -> Any:
     else:
         axes[1][1].set_axis_off()
     for panel in axes.flat:
-        panel.set_yticks(range(len(shown.sides)), [label(side) for side in shown.sides])
+        is_left = panel in axes[:, 0]
+        names = [label(side) if is_left else "" for side in shown.sides]
+        panel.set_yticks(range(len(shown.sides)), names)
         panel.set_ylim(len(shown.sides) - 0.5, -0.5)  # the first variant on top
         panel.set_xlim(0, 1.12 * panel.get_xlim()[1])  # room for the number behind the longest bar
         panel.xaxis.grid(True, color="#dddddd")
@@ -68,8 +71,8 @@ def speed(shown: Comparison) -> Any:
 
 def label(side: Side) -> str:
     """A variant's name for an axis."""
-    text = side.label if len(side.label) <= LONGEST_LABEL else f"{side.label[:LONGEST_LABEL]}..."
-    return text if side.runs else f"{text}\n(failed)"
+    text = side.label if side.runs else f"{side.label} (failed)"
+    return "\n".join(textwrap.wrap(text, LABEL_WIDTH, max_lines=LABEL_LINES))
 
 
 def throughput(panel: Any, sides: list[Side]) -> None:

@@ -207,8 +207,9 @@ def slugs(choices: list[tuple[str, ...]], keys: list[str]) -> list[str]:
     for words in choices:
         parts = []
         for key, word in zip(keys, words, strict=True):
-            parts.append(f"{short[key]}-{word.partition('=')[2]}")
-        made.append(re.sub(r"[^A-Za-z0-9_.+-]+", "-", ".".join(parts)).strip("-."))
+            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", word.partition("=")[2]).strip("-.")
+            parts.append(f"{short[key]}-{value}")
+        made.append(".".join(parts))
     if len(set(made)) < len(made):
         return [f"v{number:03d}" for number in range(1, len(made) + 1)]
     return made
@@ -235,6 +236,7 @@ def told(problems: list[tuple[str, str]], num_variants: int) -> list[str]:
 
 
 def digest(recipe: Recipe) -> str:
-    """Fingerprint of every knob of a recipe."""
-    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True, default=str)
+    """Fingerprint of every knob of a recipe, but for its name and its last step."""
+    bare = dataclasses.replace(recipe, run=None, stop_after=None)
+    text = json.dumps(dataclasses.asdict(bare), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
