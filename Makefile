@@ -91,7 +91,7 @@ profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Pe
 	  $(if $(STEPS),--steps "$(STEPS)") -- $(OVERRIDES)
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
-	@test -d "$(LOGDIR)" || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
+	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$(PORT)"
 
 test: $(READY) ## the whole test suite

@@ -77,7 +77,8 @@ def write_side(
         values = {**values, "ranks": side.runs[0].layout["world"]}
     plain = {key: value if isinstance(value, bool | float) else str(value)
              for key, value in values.items()}  # fmt: skip
-    events.hyper_parameters(plain, name, columns)
+    # TensorBoard makes one row of what has one name, also of two comparisons.
+    events.hyper_parameters(plain, f"{shown.name}: {name}", columns)
     for step, line in lines.items():
         events.scalars(step, line)
     events.results(max(lines), found, columns)

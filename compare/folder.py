@@ -54,6 +54,27 @@ def refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
         )
 
 
+def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
+    """Raise UserError where a run that this comparison has not started has its folder already.
+
+    `runs_by_round` has the names of all runs; rounds that are on record are the comparison's own.
+    """
+    there = stored(folder)
+    rounds = there["repeats"] if there else 0
+    strangers = [
+        name
+        for number, names in runs_by_round.items()
+        for name in names
+        if number > rounds and (folder.parent / name).exists()
+    ]
+    if strangers:
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise UserError(
+            f"NAME={folder.name}: {folder.parent / strangers[0]}{more} is there already, from a"
+            " comparison whose folder is gone; choose another name with NAME=..., or remove it"
+        )
+
+
 def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
     """One differing entry, for people."""
     if key == "variants" and [v["words"] for v in there.get(key, [])] == [
@@ -67,6 +88,11 @@ def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
 def open_comparison(folder: Path, wanted: dict[str, Any]) -> TextIO:
     """Make or enter the folder as its only process; the lock lasts as long as the returned file."""
     refuse_another(folder, wanted)
+    if "repeats" in wanted:  # rounds that were started once stay its own
+        wanted = {
+            **wanted,
+            "repeats": max(wanted["repeats"], (stored(folder) or wanted)["repeats"]),
+        }
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = hold(folder)
     new = folder / f".{WHAT}.new"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compare import board, pictures, runner
-from compare.folder import RUNS, open_comparison, reasons, refuse_another
+from compare.folder import RUNS, open_comparison, reasons, refuse_another, refuse_strangers
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from compare.variants import (
@@ -65,6 +65,7 @@ def compare_variants(options: argparse.Namespace) -> int:
     wanted = read_plan(options)
     folder = RUNS / wanted.name
     refuse_another(folder, wanted.as_dict())
+    refuse_strangers(folder, wanted.by_round())
     print(announcement(wanted), flush=True)
     runner.check(wanted)
     lock = open_comparison(folder, wanted.as_dict())

@@ -78,6 +78,13 @@ class Plan:
             for variant in self.variants
         ]
 
+    def by_round(self) -> dict[int, list[str]]:
+        """Round -> names of its runs."""
+        found: dict[int, list[str]] = {}
+        for turn in self.turns():
+            found.setdefault(turn.round, []).append(turn.run)
+        return found
+
     def words(self, turn: Turn) -> list[str]:
         """What `launch.local` gets for a run."""
         return [*command(self.recipe, self.overrides, turn.variant.words, self.steps),

@@ -82,7 +82,8 @@ class Counter:
                 given = [*arguments, *keywords.values()]
                 group = next((each for each in given if isinstance(each, dist.ProcessGroup)), None)
                 kind, ranks = COLLECTIVES[name], dist.get_world_size(group)
-                self._calls.append(Call(kind, name, payload(given), ranks, self._in_backward))
+                if ranks > 1:  # alone in a group, a rank sends nothing
+                    self._calls.append(Call(kind, name, payload(given), ranks, self._in_backward))
                 return function(*arguments, **keywords)
             finally:
                 self._outer.is_inside = False

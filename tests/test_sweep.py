@@ -101,6 +101,15 @@ def test_the_report_has_the_runs_own_numbers_to_the_digit(compared):
     assert {path.name for path in compared.iterdir()} >= {"report.md", "speed.png", "losses.png"}
 
 
+def test_tokens_per_second_equal_a_hand_count_under_accumulation_and_data_parallelism(compared):
+    """2 ranks x accumulation 2 x micro-batch 2 x 64 tokens."""
+    for run in runs_of(compared).values():
+        for line in read_metrics(run):
+            assert line["accumulation"] == 2
+            assert line["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 64 / line["step_s"])
+            assert line["tokens_per_s_per_rank"] == pytest.approx(line["tokens_per_s"] / 2)
+
+
 def test_losses_of_the_stages_agree_to_a_millionth(compared):
     losses = [[line["loss"] for line in read_metrics(run)] for run in runs_of(compared).values()]
     for other in losses[1:]:
@@ -238,7 +247,7 @@ PAGES = {
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_of_tensorboard_is_full_and_its_names_are_whole(board, page):
     address, browser = board
-    labels = LABELS if page != "images" else ["report"]
+    labels = {"images": ["report"], "hparams": [f"by: {each}" for each in LABELS]}.get(page, LABELS)
     text = browser.open(f"{address}#{page}", [*PAGES[page], *labels])
     assert not re.search(r"(?i)no \w+ data was found|no dashboards are active", text)
     assert "Model FLOP utilisation" not in text  # the peak of a CPU is not known: no empty chart
