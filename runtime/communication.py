@@ -14,6 +14,7 @@ compiled into a graph (functional collectives).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ class Counter:
         return taken
 
     def _wrap(self, name: str, function: Any):
+        @functools.wraps(function)
         def counted(*arguments, **keywords):
             if getattr(self._outer, "is_inside", False):
                 return function(*arguments, **keywords)

@@ -51,7 +51,7 @@ class Profiler:
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
-        if step in self.steps:
+        if self._profile is not None and step in self.steps:
             self._step = torch.profiler.record_function(f"step {step}")
             self._step.__enter__()
 
