@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,22 +20,31 @@ from pathlib import Path
 import pytest
 from browser import Browser, chromium
 from clones import SMALL, make_clone
-from ranks import environment, run_command
+from ranks import ROOT, environment, run_command
 
 from model.cost import num_parameters
 from recipes.compose import compose
 from runtime.records import read_events, read_metrics
 
+# Six launches and a browser, a minute and a half where nobody else works.
+pytestmark = pytest.mark.timeout(900)
 STEPS, STAGES = 4, (1, 2, 3)
 PARAMETERS = num_parameters(compose("tiny", SMALL[1:]).recipe.model)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    return make_clone(tmp_path_factory.mktemp("sweep"))
+    clone = make_clone(tmp_path_factory.mktemp("sweep"))
+    for name in (
+        "corpora",
+        ".cache",
+    ):  # what was built and asked before is not built and asked anew
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, clone / name)
+    return clone
 
 
-def make(clone: Path, verb: str, *words: str, timeout_s: float = 200):
+def make(clone: Path, verb: str, *words: str, timeout_s: float = 400):
     """`make verb words...` with the overrides of a small model."""
     small = " ".join(word for word in SMALL[1:] if not word.startswith("eval_"))
     command = ["make", verb, f"PYTHON={sys.executable}", *words]
@@ -59,12 +69,12 @@ def compared(clone) -> Path:
         start_new_session=True,
     )
     second = clone / "runs" / "by.zero-2.r1"
-    deadline = time.monotonic() + 120
-    while not second.is_dir() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300
+    while not second.is_dir() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
-    assert second.is_dir()
     os.killpg(process.pid, signal.SIGTERM)  # make and the comparison; the run has its own session
     assert process.wait(timeout=60) != 0
+    assert second.is_dir()
     time.sleep(1)
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert f"{clone}/pretrain.py" not in listed.stdout  # no rank outlives it
