@@ -9,6 +9,7 @@ runs at that step; the columns of the hyper-parameters tab are the report's medi
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import statistics
 from pathlib import Path
@@ -47,15 +48,10 @@ def write(shown: Comparison, folder: Path) -> None:
         write_side(side, place / name, name, values, shown)
     report = EventFiles(place / REPORT, life=1, after_step=0)
     # TensorBoard shows no picture inside a text; they have a tab.
-    report.text(0, f"{shown.name}/report", markdown(without_pictures(shown)))
+    report.text(0, f"{shown.name}/report", markdown(dataclasses.replace(shown, pictures=())))
     for name in shown.pictures:
         report.image(0, f"{shown.name}/{name.partition('.')[0]}", (folder / name).read_bytes())
     report.close()
-
-
-def without_pictures(shown: Comparison) -> Comparison:
-    """The same comparison as text alone."""
-    return Comparison(shown.name, shown.command, shown.sides, shown.is_sweep)
 
 
 def write_side(

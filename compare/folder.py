@@ -101,11 +101,15 @@ def open_comparison(folder: Path, wanted: dict[str, Any]) -> TextIO:
     return lock
 
 
-def record_outcome(folder: Path, run: str, status: str, reason: str | None, seconds: float) -> None:
-    """Put on record how a run ended: finished or failed, why, and after how many seconds."""
-    append_line(
-        folder / OUTCOMES, {"run": run, "status": status, "reason": reason, "seconds": seconds}
-    )
+def record_outcome(folder: Path, run: str, status: str, **facts: Any) -> None:
+    """Put on record how a run ended, finished or failed: reason, seconds, load before it."""
+    append_line(folder / OUTCOMES, {"run": run, "status": status, **facts})
+
+
+def loads(folder: Path) -> list[float]:
+    """Load averages of the machine before the runs that finished."""
+    lines = read_lines(folder / OUTCOMES)
+    return [line["load"] for line in lines if line["status"] == "finished"]
 
 
 def reasons(folder: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ from runtime.memory import MIB
 NONE = "-"
 PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),
          ("other_s", "other"))  # fmt: skip
+BUSY = 2  # load average per core; the run before leaves about 1
 # Two runs that differ in one of these do not do the same work in a step.
 WORK = ("model", "data", "batch_tokens", "seq_len", "precision")
 
@@ -38,6 +39,7 @@ class Comparison:
     sides: list[Side]
     is_sweep: bool
     pictures: tuple[str, ...] = ()
+    loads: Sequence[float] = ()  # load averages of the machine before the runs
 
     @property
     def runs(self) -> list[RunResult]:
@@ -98,10 +100,16 @@ def setting(shown: Comparison) -> list[str]:
         f" {around.get('torch')}, deepspeed {packages.get('deepspeed')}",
         f"- commit {commit}{' with uncommitted changes' * bool(around.get('uncommitted_changes'))}",
     ]
-    if shown.is_sweep:
+    if shown.is_sweep and rounds > 1:
         lines.append(
-            f"- {rounds} round{'s' * (rounds > 1)}; in each, every variant once, so that a machine"
-            " that drifts slows all alike"
+            f"- {rounds} rounds; in each, every variant once, so that a machine that drifts slows"
+            " all alike"
+        )
+    elif shown.is_sweep:
+        lines.append("- 1 round: a machine that drifts looks like a difference (REPEATS=3)")
+    if shown.loads:
+        lines.append(
+            f"- load average before the runs {min(shown.loads):.1f} to {max(shown.loads):.1f}"
         )
     return lines
 
@@ -115,6 +123,12 @@ def warnings(shown: Comparison) -> list[str]:
             f"LOSSES DO NOT AGREE: {result.largest:.2g} apart at step {result.at[0]} in"
             f" {result.at[1]}, where {result.bound:g} is the bound. The variants do not train the"
             " same thing: do not use these speeds before you know why."
+        )
+    cores = shown.base.runs[0].environment.get("cores") or 1
+    if shown.loads and max(shown.loads) > BUSY * cores:
+        found.append(
+            f"THE MACHINE WAS BUSY: load average up to {max(shown.loads):.1f} on {cores} cores"
+            " before a run; other programs slowed these runs, not all alike"
         )
     work = [
         key

@@ -12,6 +12,7 @@ Units: seconds.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -93,12 +94,13 @@ def run_all(plan: Plan, folder: Path) -> None:
                 bar.update(plan.steps)
                 say(bar, f"{title}: finished before")
                 continue
-            begin, done = time.monotonic(), bar.n
+            begin, done, load = time.monotonic(), bar.n, os.getloadavg()[0]
             status = run_one(plan, turn, folder, lambda steps, done=done: move(bar, done + steps))
             seconds = time.monotonic() - begin
             is_good = status == 0 and is_finished(RUNS / turn.run, plan.steps)
             reason = None if is_good else why(RUNS / turn.run, log_of(folder, turn), status)
-            record_outcome(folder, turn.run, "finished" if is_good else "failed", reason, seconds)
+            kind = "finished" if is_good else "failed"
+            record_outcome(folder, turn.run, kind, reason=reason, seconds=seconds, load=load)
             if is_good:
                 move(bar, done + plan.steps)
                 speed = number(summary(RUNS / turn.run)["tokens_per_s"], ",.0f")

@@ -13,13 +13,21 @@ refused; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from compare import board, pictures, runner
-from compare.folder import RUNS, open_comparison, reasons, refuse_another, refuse_strangers
+from compare.folder import (
+    RUNS,
+    loads,
+    open_comparison,
+    reasons,
+    refuse_another,
+    refuse_strangers,
+)
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from compare.variants import (
@@ -82,7 +90,8 @@ def compare_variants(options: argparse.Namespace) -> int:
             side.runs.append(read_run(RUNS / turn.run, turn.round))
         elif turn.run in failures:
             side.reason = failures[turn.run]
-    status = report(Comparison(wanted.name, shown_command(wanted), sides, True), folder)
+    shown = Comparison(wanted.name, shown_command(wanted), sides, True, loads=loads(folder))
+    status = report(shown, folder)
     lock.close()
     return status
 
@@ -170,7 +179,7 @@ def report(shown: Comparison, folder: Path) -> int:
         print(f"no variant finished; output in runs/{shown.name}/logs/", file=sys.stderr)
         return FAILED
     names = pictures.draw(shown, folder)
-    shown = Comparison(shown.name, shown.command, shown.sides, shown.is_sweep, names)
+    shown = dataclasses.replace(shown, pictures=names)
     (folder / "report.md").write_text(markdown(shown), encoding="utf-8")
     board.write(shown, folder)
     print(f"\n{terminal(shown)}")

@@ -291,6 +291,14 @@ def test_the_table_agrees_with_the_runs_own_metrics_to_the_digit(two_sides, tmp_
     assert "MFU: not known" in text
 
 
+def test_a_busy_machine_is_said(two_sides):
+    busy = dataclasses.replace(two_sides, loads=[0.5, 20.25])
+    assert "load average before the runs 0.5 to 20.2" in markdown(busy)
+    assert "**THE MACHINE WAS BUSY: load average up to 20.2 on 2 cores" in markdown(busy)
+    quiet = dataclasses.replace(two_sides, loads=[0.5, 2.5])
+    assert "BUSY" not in markdown(quiet)
+
+
 def test_communication_is_reported_by_kind(two_sides):
     section = markdown(two_sides).partition("## Communication")[2]
     assert "|  | all_gather | all_reduce |" in section
