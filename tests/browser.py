@@ -86,7 +86,7 @@ class Browser:
             width=width, height=height, deviceScaleFactor=1, mobile=False,
         )  # fmt: skip
 
-    def open(self, address: str, wanted: list[str], timeout_s: float = 40) -> str:
+    def open(self, address: str, wanted: list[str], timeout_s: float = 120) -> str:
         """Go to `address`, wait until every text of `wanted` is there, return the page's text."""
         self._ask("Page.navigate", url="about:blank")
         self._ask("Page.navigate", url=address)
