@@ -87,7 +87,7 @@ compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or
 	  $(if $(NAME),--name "$(NAME)") -- $(OVERRIDES)
 
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
-	@exec "$(PYTHON)" -m compare.profile "$(RUN)" $(if $(filter command,$(origin NPROC)),--nproc "$(NPROC)") \
+	@exec "$(PYTHON)" -m compare.profile --run "$(RUN)" $(if $(filter command,$(origin NPROC)),--nproc "$(NPROC)") \
 	  $(if $(STEPS),--steps "$(STEPS)") -- $(OVERRIDES)
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT

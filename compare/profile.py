@@ -1,6 +1,6 @@
 """`make profile`: some steps of a run again, under torch's profiler, and where their time goes.
 
-    python -m compare.profile RUN [--steps 10:15] [--nproc N] [-- overrides]
+    python -m compare.profile --run RUN [--steps 10:15] [--nproc N] [-- overrides]
 
     runs/RUN/recipe.yaml -> a new run RUN-profile, from its start to the last of the steps
       -> runs/RUN-profile/profile/: rank-*.trace.json.gz (Perfetto), report.md
@@ -50,7 +50,7 @@ REST = "everything else (element by element, norms, views)"
 def main(arguments: Sequence[str]) -> int:
     """Entry of the command above; returns the exit status."""
     parser = argparse.ArgumentParser(prog="make profile", description=__doc__)
-    parser.add_argument("run", help="a run under runs/")
+    parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
     parser.add_argument("words", nargs="*", help="overrides")

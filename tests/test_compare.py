@@ -450,7 +450,7 @@ def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides,
 
 def test_a_profile_is_refused_with_every_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile, "RUNS", tmp_path)
-    assert profile.main(["none", "--steps", "9", "--nproc", "x"]) == 93
+    assert profile.main(["--run", "none", "--steps", "9", "--nproc", "x", "--"]) == 93
     said = capsys.readouterr().err
     assert "RUN=none: there is no run" in said
     assert "STEPS='9' is not a range of steps" in said

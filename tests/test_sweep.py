@@ -177,11 +177,10 @@ def test_a_variant_that_fails_is_a_row_and_the_sweep_goes_on(clone):
 
 def test_all_problems_are_told_before_anything_starts(clone):
     before = set((clone / "runs").iterdir()) if (clone / "runs").is_dir() else set()
-    done = make(clone, "compare", "RECIPE=tiny", "NPROC=2", "SWEEP=zero=1,5 micro_batch=1,3")
+    done = make(clone, "compare", "RECIPE=tiny", "NPROC=2", "SWEEP=zero=1,5 optim.lr=1e-3,-1")
     assert done.returncode != 0
-    assert "zero=5" in done.stdout
-    assert "micro_batch=3" in done.stdout
-    assert "not a multiple" in done.stdout
+    assert "zero=5 (override) is not a ZeRO stage" in done.stdout
+    assert "optim.lr=-1 (override) must be above 0" in done.stdout
     after = set((clone / "runs").iterdir()) if (clone / "runs").is_dir() else set()
     assert after == before
 
