@@ -3,6 +3,7 @@
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   RUN=tiny  STEP=100  PROMPT="The Congress"
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
+#   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -16,6 +17,11 @@ PORT ?= 6006
 RUN ?= $(RECIPE)
 STEP ?=
 PROMPT ?=
+SWEEP ?=
+STEPS ?=
+REPEATS ?=
+RUNS ?=
+NAME ?=
 TESTS ?= tests
 IN ?=
 OUT ?=
@@ -26,12 +32,14 @@ CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
 $(error refused: $(STRANGE): not a variable of this Makefile ($(KNOWN)); knobs go into OVERRIDES="zero=3 run=x")
 endif
+
+LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -50,7 +58,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given \
-	corpus corpus-import corpus-verify corpus-info tokenizer
+	corpus corpus-import corpus-verify corpus-info tokenizer compare profile
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -103,8 +111,18 @@ tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob
 	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$(VOCAB)" \
 	  $(if $(OUT),--out "$$OUT") -- $(OVERRIDES)
 
-tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
-	@exec "$(PYTHON)" -m tensorboard.main --logdir runs --port "$(PORT)"
+compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
+	@exec "$(PYTHON)" -m compare.sweep $(if $(RUNS),--runs "$(RUNS)") --recipe "$(RECIPE)" --nproc "$(NPROC)" \
+	  --sweep "$(SWEEP)" $(if $(STEPS),--steps "$(STEPS)") $(if $(REPEATS),--repeats "$(REPEATS)") \
+	  $(if $(NAME),--name "$(NAME)") -- $(OVERRIDES)
+
+profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
+	@exec "$(PYTHON)" -m compare.profile --run "$(RUN)" $(if $(filter command,$(origin NPROC)),--nproc "$(NPROC)") \
+	  $(if $(STEPS),--steps "$(STEPS)") -- $(OVERRIDES)
+
+tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
+	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
+	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$(PORT)"
 
 test: $(READY) ## the whole test suite
 	@exec "$(PYTHON)" -m pytest $(TESTS)

@@ -43,8 +43,11 @@ from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
+from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Draw, Engine, build, decoder_config, initial
 from runtime.learning_rate import learning_rate
+from runtime.memory import peak_gib
+from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.resuming import compare, read_state, standing
 from runtime.settle import Settled, settle
@@ -91,6 +94,7 @@ class Run:
     origin: str | None  # where the weights of step 0 came from, where it was not chance
     changes: list[Change]
     warnings: list[str]
+    counter: Counter | None  # of communication, where the recipe asks for it
 
     @property
     def after_step(self) -> int:
@@ -126,6 +130,7 @@ def prepare(arguments: list[str]) -> Run | None:
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
     one_origin(ranks, recipe, origin)
     is_fresh = recipe.resume == "fresh"
@@ -134,7 +139,7 @@ def prepare(arguments: list[str]) -> Run | None:
     engine = build(recipe, layout, settled.config, me, draw)
     run = Run(
         recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
-        None, origin, stands.changes, [*warnings, *notes],
+        None, origin, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
@@ -246,6 +251,8 @@ def loop(run: Run, record: Record | None) -> None:
         record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
     )
     late: Finished | None = None
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    last_save = last_step if recipe.checkpoint.at_end else 0
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -254,21 +261,26 @@ def loop(run: Run, record: Record | None) -> None:
     ) as batches:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
-            with clock.phase("data"):
+            profiler.begin(step)
+            with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
+            if run.counter:
+                run.counter.take()  # what came before belongs to no step
             result = engine.train_step(
-                micro_batches, data.num_targets, data.num_tokens, clock.phase
+                micro_batches, data.num_targets, data.num_tokens, profiler.phase
             )
+            sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
-                with clock.phase("eval"):
+                with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in run.held_out
                     )
-            finished = Finished(data, lr, result, clock.finish(), val_loss)
+            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            profiler.end(step)
 
             collector.add(data)
             skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
@@ -280,7 +292,8 @@ def loop(run: Run, record: Record | None) -> None:
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            if is_stuck or due(step, recipe.checkpoint.interval, last_step):
+            is_saved = due(step, recipe.checkpoint.interval, last_save)
+            if is_stuck or is_saved or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -290,15 +303,16 @@ def loop(run: Run, record: Record | None) -> None:
                 if record:
                     record.close("stopped")
                 raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
-            if due(step, recipe.checkpoint.interval, last_step):
+            if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
-                with clock.phase("save"):
+                with profiler.phase("save"):
                     report = save_checkpoint(run, step, health)
                 if record:
                     record.saved(report)
+    peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished")
-    if not report.ok:
+        record.close("finished", peak_memory_gib=peaks)
+    if is_saved and not report.ok:
         raise process.Shared(f"the last step was not saved: {report.problem}")
 
 

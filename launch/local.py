@@ -41,10 +41,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns only to refuse."""
+    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns if nothing starts."""
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="1", help="ranks on this machine")
     parser.add_argument("--overrides", default="", help="more of them, as one text")
+    parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
+    parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     options = parser.parse_args(arguments)
     try:
@@ -58,10 +60,13 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    if options.check:
+        return 0
     if ranks == 1:
         for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
             os.environ.pop(name, None)
-    end_with_make()
+    if options.with_parent or "MAKELEVEL" in os.environ:
+        end_with_parent()
     # Waiting OpenMP threads sleep instead of spinning. On a busy machine spinning threads take the
     # cores from those that work: 350 against 1,900 tokens/s of `tiny`, two threads, load 4.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -72,9 +77,9 @@ def main(arguments: list[str]) -> int:
     os.execv(command[0], command)
 
 
-def end_with_make() -> None:
-    """Ask Linux for a SIGTERM when the make that started this is killed, where one did."""
-    if "MAKELEVEL" in os.environ and sys.platform.startswith("linux"):
+def end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
+    if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from recipes.schema import read_steps
 
 
 def _one_length(steps, tokens) -> str | None:
@@ -103,6 +104,23 @@ def _sources(sources) -> str | None:
     return None
 
 
+def _profile(profile, steps, stop_after) -> str | None:
+    if profile is None:
+        return None
+    try:
+        wanted = read_steps(profile)
+    except ValueError as error:
+        return f"log.profile={profile!r} {error}"
+    end = min(steps or wanted[-1], stop_after or wanted[-1])
+    if wanted[-1] > end:
+        return (
+            f"log.profile={profile} goes past the last step, {end}; end it at {end + 1} or before"
+            if wanted[0] <= end
+            else f"log.profile={profile} begins after the last step, {end}; choose earlier steps"
+        )
+    return None
+
+
 def _stop_is_reached(stop_after, steps) -> str | None:
     if stop_after is not None and steps is not None and stop_after > steps:
         return f"stop_after={stop_after} is past the end of the run, steps={steps}: no effect"
@@ -118,5 +136,6 @@ RULES = (
     (("data.window_tokens", "seq_len"), _window),
     (("data.sources",), _sources),
     (("data.sources",), _built_in_corpora),
+    (("log.profile", "steps", "stop_after"), _profile),
 )
 WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)

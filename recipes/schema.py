@@ -104,6 +104,16 @@ def split_words(variable: str, text: str) -> list[str]:
         raise UserError(f"{variable}={text!r}: {str(error).lower()}; close it") from None
 
 
+def read_steps(text: str) -> range:
+    """Steps given as text: 10:15 is 10, 11, 12, 13, 14. Raises ValueError with the reason."""
+    first, colon, end = text.partition(":")
+    if not colon or not all(part.isascii() and part.isdigit() for part in (first, end)):
+        raise ValueError("is not a range of steps; write A:B, such as 10:15 for steps 10 to 14")
+    if len(text) > 40 or not 1 <= int(first) < int(end):
+        raise ValueError("holds no step; steps count from 1, and B is the first step after them")
+    return range(int(first), int(end))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
 
@@ -298,6 +308,12 @@ class Log:
     wandb: str | None = knob(
         None, "project name: mirror TensorBoard to Weights & Biases; null = off"
     )
+    communication: bool = knob(False, "count the bytes of every step's collectives")
+    profile: str | None = knob(
+        None,
+        "A:B records steps A to B-1 with torch's profiler, into runs/<run>/profile/; null = off",
+        unit="steps",
+    )
 
 
 @dataclass(frozen=True)
@@ -324,6 +340,7 @@ class Checkpoint:
         "how much of a save is read back before older ones go",
         choices=("sampled", "full"),
     )
+    at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,22 @@ class MetricsWriter:
             where = segment_folder(self.folder, self.segment)
             self._events = EventFiles(where, life=self.life, after_step=after_step)
 
-    def describe(self, hyper_parameters: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def describe(
+        self,
+        hyper_parameters: Mapping[str, Any],
+        texts: Mapping[str, str],
+        unrecorded: Collection[str] = (),
+    ) -> None:
         """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
 
         `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
         file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
-        masked.
+        masked. Fields of `unrecorded` get no chart; nor does mfu where the peak is not known.
         """
         if self._events is None:
             return
-        self._events.page()
+        has_mfu = self._flops_per_token is not None and self._peak_flops is not None
+        self._events.page(without=[*unrecorded, *([] if has_mfu else ["mfu"])])
         self._events.legend()
         session = self.folder.name + (f" segment {self.segment}" if self.segment else "")
         self._events.hyper_parameters(hyper_parameters, session)
@@ -112,12 +118,14 @@ class MetricsWriter:
         accumulation: int,
         skipped: bool = False,
         val_loss: float | None = None,
+        communication_bytes: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Record one finished step, in plain numbers read one step late, and return its line.
 
         `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
-        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping. A
-        tensor is a TypeError: reading it here would make the device wait.
+        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
+        `communication_bytes` what was counted (runtime.communication), by kind. A tensor is a
+        TypeError: reading it here would make the device wait.
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
@@ -152,6 +160,9 @@ class MetricsWriter:
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
+        if communication_bytes is not None:
+            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
         line = records.parse_line(written)
@@ -214,7 +225,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     evaluated = [line for line in lines if line.get("val_loss") is not None]
     best = min(evaluated, key=lambda line: line["val_loss"], default={})
     on_device = any(line["device_memory_gib"] is not None for line in lines)
-    p25, median, p75 = _quartiles([line["tokens_per_s"] for line in steady])
+    p25, median, p75 = quartiles([line["tokens_per_s"] for line in steady])
     last = lines[-1] if lines else {}
     return {
         "first_step": lines[0]["step"] if lines else None,
@@ -229,15 +240,15 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "tokens_per_s": median,
         "tokens_per_s_p25": p25,
         "tokens_per_s_p75": p75,
-        "mfu": _quartiles([line["mfu"] for line in steady])[1],
-        "step_s": _quartiles([line["step_s"] for line in steady])[1],
+        "mfu": quartiles([line["mfu"] for line in steady])[1],
+        "step_s": quartiles([line["step_s"] for line in steady])[1],
         "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
         "memory_of": "device" if on_device else "host",
         "num_steady_steps": len(steady),
     }
 
 
-def _quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
+def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
     """25th percentile, median, 75th percentile of the values that are known."""
     known = [value for value in values if value is not None]
     if len(known) < 2:

@@ -45,6 +45,7 @@ class Finished:
     result: StepResult
     span: Span
     val_loss: torch.Tensor | None
+    communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
 
 class Record:
@@ -79,6 +80,10 @@ class Record:
         self.writer.describe(
             hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
+            unrecorded=[
+                *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
+                *(() if recipe.log.communication else ("communication_mib",)),
+            ],
         )
 
     def say(self, lines: Iterable[str]) -> None:
@@ -101,6 +106,7 @@ class Record:
             accumulation=len(data.micro_batches),
             skipped=result.skipped,
             val_loss=None if finished.val_loss is None else float(finished.val_loss),
+            communication_bytes=finished.communication_bytes,
         )
         self.console.step(line)
 
@@ -152,9 +158,9 @@ class Record:
             self.writer.close()
         self.console.close()
 
-    def close(self, cause: str) -> None:
-        """Finish every file and print the run's numbers."""
-        self.writer.event(cause)
+    def close(self, cause: str, **facts: Any) -> None:
+        """Finish every file and print the run's numbers; `facts` go on record with the cause."""
+        self.writer.event(cause, **facts)
         self.is_closed = True
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
@@ -31,57 +30,14 @@ from data.stream import Stream, open_stream
 from recipes.schema import Recipe
 from runtime import process
 from runtime.batches import to_device
+from runtime.communication import Counter
 from runtime.engine import Engine, StepResult, build
 from runtime.engine_config import load_preset
 from runtime.settle import Settled, settle
 
-COUNTED = (
-    "all_reduce",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-)
 FILES = ("zero1", "zero2", "zero3", "zero3_offload", "pipeline")
 BATCH = 8
 SMALL_BUCKET = 4096  # elements: a fifth of the model, so that a step fills several
-
-
-class Counter:
-    """Wraps torch.distributed's collectives: (name, bytes of the larger side, in backward)."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int, bool]] = []
-        self.in_backward = False
-        for name in COUNTED:
-            setattr(dist, name, self._wrap(name, getattr(dist, name)))
-
-    def _wrap(self, name: str, function):
-        def counted(*arguments, **keywords):
-            tensors = [*arguments, *keywords.values()]
-            sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
-            for group in tensors:
-                if isinstance(group, list) and group and isinstance(group[0], torch.Tensor):
-                    sizes.append(sum(t.numel() * t.element_size() for t in group))
-            self.seen.append((name, max(sizes), self.in_backward))
-            return function(*arguments, **keywords)
-
-        return counted
-
-    def watch(self) -> None:
-        """Set `in_backward` while autograd runs a backward pass."""
-        run = torch.autograd.backward
-
-        def backward(*arguments, **keywords):
-            self.in_backward = True
-            try:
-                return run(*arguments, **keywords)
-            finally:
-                self.in_backward = False
-
-        torch.autograd.backward = backward
 
 
 class Reads:
@@ -149,9 +105,9 @@ def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
     stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), 64)
     engine = build(recipe, settled.layout, settled.config, me)
     one_step(engine, stream, settled, 1)
-    counter.seen.clear()
+    counter.take()
     one_step(engine, stream, settled, 2)
-    collectives = list(counter.seen)
+    collectives = [(c.function, c.bytes, c.in_backward) for c in counter.take()]
     before = full_weights(engine)
     poisoned = one_step(engine, stream, settled, 3, targets=0)
     after = full_weights(engine)
@@ -180,7 +136,6 @@ def facts(result: StepResult) -> dict[str, Any]:
 
 def main(out: Path, corpus: Path) -> None:
     counter = Counter()
-    counter.watch()
     reads = Reads()
     cases = {}
     for precision in ("fp32", "bf16"):
