@@ -19,6 +19,10 @@ from recipes.schema import UserError
 BLOCK_BYTES = 8 << 20
 
 
+class DamagedBlock(UserError):
+    """A block that does not hold what was written, or that is no longer there."""
+
+
 class BlockHasher:
     """Hashes a stream of bytes block by block."""
 
@@ -62,6 +66,7 @@ class BlockChecker:
         self.bin_path, self.bin_bytes = bin_path, bin_bytes
         self._expected = np.fromfile(bin_path.with_suffix(".xxh"), dtype="<u8")
         self._is_good = np.zeros(len(self._expected), dtype=bool)
+        self._bad: set[int] = set()
 
     def check(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> None:
         """Hash every block that the byte ranges [first, end) touch for the first time.
@@ -76,13 +81,32 @@ class BlockChecker:
                 if not self._is_good[block]:
                     self._check_block(fd, block)
 
+    def damaged(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> np.ndarray:
+        """Which of the byte ranges [first, end) touch a bad block, bool; a bad one stays bad as
+        long as the process lives, so that all ranks go on agreeing.
+        """
+        first, last = first_byte // BLOCK_BYTES, (end_byte - 1) // BLOCK_BYTES
+        found = np.zeros(len(first), dtype=bool)
+        for number, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            for block in range(low, high + 1):
+                if self._is_good[block]:
+                    continue
+                if block not in self._bad:
+                    try:
+                        self._check_block(fd, block)
+                        continue
+                    except DamagedBlock:
+                        self._bad.add(block)
+                found[number] = True
+        return found
+
     def _check_block(self, fd: int, block: int) -> None:
         start = block * BLOCK_BYTES
         data = bytearray(min(BLOCK_BYTES, self.bin_bytes - start))
         read_exactly(fd, memoryview(data), start, self.bin_path)
         found, expected = xxhash.xxh3_64_intdigest(data), int(self._expected[block])
         if found != expected:
-            raise UserError(
+            raise DamagedBlock(
                 f"{self.bin_path}: bytes {start} to {start + len(data)} have xxh3 {found:016x}, "
                 f"expected {expected:016x}: the file is damaged; restore it from a copy or build "
                 "the corpus again"
@@ -98,7 +122,7 @@ def read_exactly(fd: int, target: memoryview, offset: int, path: Path) -> None:
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0 and last_try:
-            raise UserError(
+            raise DamagedBlock(
                 f"{path}: expected {len(target)} bytes at {offset}, found {done}: the file was cut "
                 "while in use; restore it from a copy or build the corpus again"
             )

@@ -32,6 +32,7 @@ class Samples:
     ):
         self.uids, self.corpora, self.seq_len, self.vocab_size = uids, corpora, seq_len, vocab_size
         self.splits = [corpus.splits.get(split) for corpus in corpora]
+        self._end_ids = np.array([corpus.eod_id for corpus in corpora])
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
         """(row, position) of the documents that start in each sample, ascending; reads no token.
@@ -48,11 +49,34 @@ class Samples:
         order = np.argsort(row, kind="stable")
         return row[order], position[order]
 
-    def read(self, source, start, start_row, start_position, mine: np.ndarray) -> Rows:
+    def damaged(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Which samples touch a block whose hash is wrong, bool (n,); hashes what is new."""
+        is_damaged = np.zeros(len(source), dtype=bool)
+        for number, which in groups(source):
+            is_damaged[which] = self.splits[number].damaged(start[which], self.seq_len + 1)
+        return is_damaged
+
+    def token_range(self, number: int, documents: tuple[int, int]) -> tuple[int, int]:
+        """Tokens [first, end) of the documents [first, end) of a source. Raises UserError where it
+        has fewer.
+        """
+        split = self.splits[number]
+        if documents[1] > split.num_documents:
+            raise UserError(
+                f"data.skip.mask: documents {list(documents)} of data.sources.{self.uids[number]},"
+                f" which has {split.num_documents} to train on, numbered from 0"
+            )
+        first, end = split.document_range(documents[0]), split.document_range(documents[1] - 1)
+        return first[0], end[1]
+
+    def read(
+        self, source, start, start_row, start_position, mine: np.ndarray, is_damaged=None
+    ) -> Rows:
         """The samples numbered `mine`, with the document starts that `document_starts` found for
         all.
 
-        A number past the last sample gives a row of zeros without documents: padding.
+        A number past the last sample gives a row of zeros without documents: padding. A damaged
+        sample (bool, (n,)) is not read: its row is filled with the end id.
         """
         place = np.full(max(len(source), int(mine.max()) + 1), -1)
         place[mine] = np.arange(len(mine))
@@ -61,7 +85,13 @@ class Samples:
         real = np.flatnonzero(mine < len(source))
         owner, first = source[mine[real]], start[mine[real]]
         tokens = np.zeros((len(mine), self.seq_len + 1), dtype=np.int32)
-        for number, which in groups(owner):
+        is_whole = np.ones(len(real), dtype=bool)
+        if is_damaged is not None:
+            is_whole = ~is_damaged[mine[real]]
+            tokens[real[~is_whole]] = self._end_ids[owner[~is_whole], None]
+        for number, which in groups(np.where(is_whole, owner, -1)):
+            if number < 0:
+                continue
             ids = self.splits[number].read(first[which], self.seq_len + 1)
             self._refuse_foreign_ids(number, ids)
             tokens[real[which]] = ids
@@ -81,7 +111,7 @@ class Samples:
             )
 
     def _refuse_loose_starts(self, tokens, row, position, owner) -> None:
-        end_id = np.array([corpus.eod_id for corpus in self.corpora])[owner]
+        end_id = self._end_ids[owner]
         wrong = np.flatnonzero((position >= 1) & (tokens[row, position - 1] != end_id))
         if len(wrong):
             at = wrong[0]

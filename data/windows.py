@@ -54,10 +54,14 @@ class Rows:
 
 
 def make_batches(
-    rows: Rows, micro_batch: int, attend: str, is_padding: np.ndarray | None = None
+    rows: Rows,
+    micro_batch: int,
+    attend: str,
+    is_padding: np.ndarray | None = None,
+    is_masked: np.ndarray | None = None,
 ) -> list[Batch]:
     """Cut rows into micro-batches of `micro_batch` rows each, in order; is_padding (B,) marks rows
-    without targets.
+    without targets, is_masked (B, T + 1) tokens that are no target.
     """
     num_rows, seq_len = len(rows.tokens), rows.seq_len
     assert num_rows % micro_batch == 0
@@ -72,6 +76,8 @@ def make_batches(
     np.cumsum(segment_ids, axis=1, out=segment_ids)
     if is_padding is not None:
         labels[is_padding] = IGNORED
+    if is_masked is not None:
+        labels[is_masked[:, 1:]] = IGNORED
     flat = row * seq_len + position
     first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len)
     batches = []

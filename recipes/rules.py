@@ -78,9 +78,21 @@ def _window(window, seq_len) -> str | None:
 def _sources(sources) -> str | None:
     if not sources:
         return "data.sources is empty; choose data=sotu, or set data.sources.NAME.corpus=FOLDER"
-    if sum(source.weight for source in sources.values()) <= 0:
-        return "data.sources: every weight is 0; give at least one source a weight above 0"
+    for step in sorted({first for source in sources.values() for first, _ in source.stages()}):
+        if all(source.weight_at(step) == 0 for source in sources.values()):
+            when = f" from data step {step} on" if step else ""
+            return f"data.sources: every weight is 0{when}; give at least one source a weight above 0"
     return None
+
+
+def _masked_sources(sources, mask) -> str | None:
+    unknown = sorted({entry["source"] for entry in mask} - set(sources))
+    if not unknown:
+        return None
+    return (
+        f"data.skip.mask names the source {unknown[0]!r}, which data.sources does not have; there"
+        f" are: {', '.join(sources)}"
+    )
 
 
 def _stop_is_reached(stop_after, steps) -> str | None:
@@ -97,5 +109,6 @@ RULES = (
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
     (("data.sources",), _sources),
+    (("data.sources", "data.skip.mask"), _masked_sources),
 )
 WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)
