@@ -42,7 +42,7 @@ from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
-from runtime.engine import Draw, Engine, build, decoder_config, initial
+from runtime.engine import Draw, Engine, build, decoder_config, initial, untrained
 from runtime.learning_rate import learning_rate
 from runtime.record import Finished, Record
 from runtime.resuming import compare, standing
@@ -114,7 +114,7 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after)
+    stands = standing(folder, recipe, stream.state(), stream.past)
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step)
         return None
@@ -183,9 +183,7 @@ def restore(run: Run) -> None:
     run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
     state = RunState.from_dict(run.loaded.state)
     # The manifest that was looked at before may not be the one that was whole.
-    run.changes = compare(
-        run.loaded.state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
-    )
+    run.changes = compare(run.loaded.state, run.recipe, run.stream.state(), run.stream.past)
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
         restore_random_states(run.loaded.local["random"], run.process.device)
@@ -208,7 +206,11 @@ def loop(run: Run, record: Record | None) -> None:
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
-        record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
+        record.ledger if record else None,
+        lambda own: gather_hashes(own, me.device),
+        LEDGER_EVERY,
+        [layout.coordinates(rank).data for rank in range(layout.world)],
+        run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
@@ -224,9 +226,12 @@ def loop(run: Run, record: Record | None) -> None:
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
-            result = engine.train_step(
-                micro_batches, data.num_targets, data.num_tokens, clock.phase
-            )
+            if data.is_update:
+                result = engine.train_step(
+                    micro_batches, data.num_targets, data.num_tokens, clock.phase
+                )
+            else:  # data.skip: the step counts, the weights stay
+                result = untrained(data.num_tokens, me.device)
             val_loss = None
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
                 with clock.phase("eval"):
@@ -236,7 +241,8 @@ def loop(run: Run, record: Record | None) -> None:
             finished = Finished(data, lr, result, clock.finish(), val_loss)
 
             collector.add(data)
-            skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
+            if data.is_update:
+                skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
             skipped_steps += result.skipped
             if record:
                 if late:
@@ -244,6 +250,8 @@ def loop(run: Run, record: Record | None) -> None:
                 late = finished
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
+                if data.quarantined:
+                    record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
             if is_stuck or due(step, recipe.checkpoint.interval, last_step):
                 # What a checkpoint vouches for is on record before it exists.
@@ -273,11 +281,11 @@ def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
     counted = run.engine.optimizer_step()
     state = RunState(
         step=step,
-        tokens=run.stream.schedule.tokens_after(step),
+        tokens=run.stream.tokens_after(step),
         optimizer_step=step - health["skipped_steps"] if counted is None else counted,
         seed=recipe.seed,
         recipe=dataclasses.asdict(recipe),
-        data=run.stream.state(),
+        data=run.stream.state() | {"past": run.stream.past(step)},
         layout=run.settled.layout.as_dict(),
         versions=run_folder.versions(),
         health=health,
@@ -336,7 +344,7 @@ def open_record(run: Run) -> Record:
         run.settled,
         run.process,
         Ledger(run.folder / "ledger", run.after_step),
-        run.stream.schedule.tokens_after,
+        run.stream.tokens_after,
         run.after_step,
     )
     history.begin(run.folder, run.recipe.init_from)

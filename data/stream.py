@@ -190,13 +190,14 @@ class Stream:
         }
 
     def past(self, step: int) -> dict:
-        """What decided the batches of train steps 1 to N: a change of the recipe in the middle of a
-        run may change none of these, but for steps to come.
+        """What decided the batches of train steps 1 to N, and the data step that comes next. In the
+        middle of a run the recipe may change batches to come, but none of these.
         """
         data_step = self.skips.data_step(step) + 1 if step else 0
         windows = -(-self.schedule.sequences_before(data_step) // self._parts)
         skipped = self.skips.past(data_step)
         return {
+            "data_step": data_step,
             "tokens": self.tokens_after(step),
             "mixture": digest(self.mixture.past(windows)),
             "skips": None if skipped is None else digest(skipped),
@@ -268,11 +269,12 @@ class Stream:
         return first, {uid: one.weight_at(data_step) for uid, one in self.data.sources.items()}
 
     def _masked_tokens(self, mask: Mask) -> tuple[int, int, int]:
-        """(source number, first token, end token) of a mask; a source that is never drawn has the
-        number -1.
-        """
+        """(source number, first token, end token) of a mask."""
         if mask.source not in self.uids:
-            return -1, 0, 0
+            raise UserError(
+                f"data.skip.mask names the source {mask.source}, which is never drawn: its weight "
+                "is 0; remove the entry"
+            )
         number = self.uids.index(mask.source)
         return number, *self._train.token_range(number, mask.documents)
 

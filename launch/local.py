@@ -87,7 +87,7 @@ def check(words: list[str], ranks: int) -> None:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), schedule.tokens_after)
+    standing(folder, recipe, stream.state(), stream.past)
     stream.check(settled.last_step, recipe.eval_tokens)
 
 

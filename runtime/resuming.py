@@ -9,7 +9,7 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ def standing(
     folder: Path,
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
 ) -> Standing:
-    """What `folder` says about starting `recipe`; `tokens_after` is its batch schedule's.
+    """What `folder` says about starting `recipe`; `data_state` and `past` are its stream's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -52,7 +52,7 @@ def standing(
     state = newest_state(folder)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state["step"], compare(state, recipe, data_state, tokens_after))
+    return Standing(False, state["step"], compare(state, recipe, data_state, past))
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
@@ -69,28 +69,51 @@ def compare(
     state: dict[str, Any],
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
 ) -> list[Change]:
     """Differences between a checkpoint's recipe and data and those of now.
 
     Raises UserError with every one that is not allowed.
     """
     stored = state["recipe"] | {"identity": identity(state["data"])}
-    now = dataclasses.asdict(recipe) | {"identity": identity(data_state)}
+    now = dataclasses.asdict(recipe) | {"identity": identity(data_state, state["data"]["corpora"])}
     verdict = check_resume(stored, now, recipe.allow)
-    problems = list(verdict.problems)
-    step, trained = state["step"], state["tokens"]
-    if tokens_after(step) != trained:
-        problems.append(
-            f"batch_tokens={recipe.batch_tokens} would put step {step} at {tokens_after(step)}"
-            f" tokens, but {trained} were trained on: samples would be left out or repeated. Keep"
-            f" the past in a ramp, such as batch_tokens=[[0,OLD],[{step},NEW]]"
-        )
+    problems = [*verdict.problems, *changed_past(state, recipe, past(state["step"]))]
     if problems:
         raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes
 
 
-def identity(data_state: dict[str, Any]) -> dict[str, Any]:
-    """What of the data is fixed for a run: which corpora, and the version of their order."""
-    return {key: data_state[key] for key in ("order_version", "corpora")}
+def changed_past(state: dict[str, Any], recipe: Recipe, past: dict[str, Any]) -> list[str]:
+    """What the recipe of now would change of the steps that were trained, which are past."""
+    step, was = state["step"], state["data"]["past"]
+    data_step = was["data_step"]
+    problems = []
+    if past["tokens"] != was["tokens"]:
+        problems.append(
+            f"batch_tokens={recipe.batch_tokens} would put step {step} at {past['tokens']}"
+            f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
+            f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["mixture"] != was["mixture"]:
+        problems.append(
+            f"data.sources: these weights would have mixed steps 1 to {step} in another way. Keep"
+            f" the past as a stage, such as data.sources.NAME.weight=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["skips"] != was["skips"]:
+        problems.append(
+            f"data.skip would change what steps 1 to {step} trained on, which is done: keep the"
+            f" ranges that were in force, and let new ones begin at data step {data_step} or later"
+        )
+    return problems
+
+
+def identity(data_state: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
+    """What of the data is fixed for a run: which corpora, and the version of their order.
+
+    `known`: names that a checkpoint has; a source beside them is new, which is a matter of weights.
+    """
+    corpora = data_state["corpora"]
+    if known is not None:
+        corpora = {uid: corpus for uid, corpus in corpora.items() if uid in known}
+    return {"order_version": data_state["order_version"], "corpora": corpora}
