@@ -1,7 +1,7 @@
 # The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
-#   RUN=tiny  STEP=100  PROMPT="The Congress"
+#   RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -15,10 +15,15 @@ PORT ?= 6006
 RUN ?= $(RECIPE)
 STEP ?=
 PROMPT ?=
+DOC ?=
+TEXT ?=
+EVERY ?=
+A ?=
+B ?=
 TESTS ?= tests
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT DOC TEXT EVERY A B PYTHON
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -37,7 +42,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
+.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample audit audit-diff tensorboard bench python-given
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -71,6 +76,12 @@ export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
+
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
+	@exec "$(PYTHON)" -m data.audit "$(RUN)" $(if $(STEP),--step "$(STEP)") $(if $(DOC),--doc "$(DOC)") $(if $(TEXT),--text) $(if $(EVERY),--every "$(EVERY)")
+
+audit-diff: $(READY) ## where the batches of runs A and B begin to differ
+	@exec "$(PYTHON)" -m data.audit "$(A)" --diff "$(B)"
 
 tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
 	@exec "$(PYTHON)" -m tensorboard.main --logdir runs --port "$(PORT)"

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Masked(NamedTuple):
-    """Tokens that are no target: `is_masked` (k, T + 1) of the samples number `row` (k,), ascending."""
+    """Tokens that are no target: `is_masked` (k, T + 1) of samples `row` (k,), ascending."""
 
     row: np.ndarray
     is_masked: np.ndarray

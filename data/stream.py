@@ -16,7 +16,7 @@ of `window_tokens`; a longer window is cut into equal parts, which are consecuti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +30,10 @@ from data.order import ORDER_VERSION, Order
 from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
+from data.shards import Split
 from data.skips import Mask, Skips, digest
 from data.sources import SourceUse, check_epochs, num_windows, open_sources
-from data.windows import Batch, cuts, make_batches, num_targets
+from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
 LOCATE_AHEAD = 4096  # windows put in order at once: spreads numpy's cost per call over small steps
@@ -134,6 +135,25 @@ class Stream:
             else tuple((first + np.flatnonzero(is_damaged)).tolist()),
         )
 
+    def whole_batch(
+        self, data_step: int, quarantined: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray, Rows]:
+        """(source, first token, rows) of the whole global batch of a data step, for audits.
+
+        quarantined: samples of the run that were not read then, because of damage.
+        """
+        first, end = self.sample_range(data_step)
+        source, start = self.locate(first, end)
+        is_damaged = np.isin(np.arange(first, end), np.array(quarantined, dtype=np.int64))
+        row, position = self._train.document_starts(source, start)
+        row, position = row[~is_damaged[row]], position[~is_damaged[row]]
+        every = np.arange(end - first)
+        return source, start, self._train.read(source, start, row, position, every, is_damaged)
+
+    def split(self, number: int) -> Split:
+        """What source number `number` trains on."""
+        return self._train.splits[number]
+
     def prefetch(
         self, first_step: int, last_step: int, data_rank: int, data_size: int, micro_batch: int
     ) -> Prefetch[StepData]:
@@ -216,7 +236,7 @@ class Stream:
         return self.schedule.sample_range(data_step + 1)
 
     def usage(self, steps: int) -> list[SourceUse]:
-        """What a run of that many steps takes from each source, with what is left out on the way."""
+        """What a run of that many steps takes from each source, what is left out included."""
         last = self.skips.data_step(steps)
         windows = -(-self.sample_range(last)[1] // self._parts)
         draws = self.mixture.draws_before(windows).tolist()

@@ -81,7 +81,9 @@ def _sources(sources) -> str | None:
     for step in sorted({first for source in sources.values() for first, _ in source.stages()}):
         if all(source.weight_at(step) == 0 for source in sources.values()):
             when = f" from data step {step} on" if step else ""
-            return f"data.sources: every weight is 0{when}; give at least one source a weight above 0"
+            return (
+                f"data.sources: every weight is 0{when}; give at least one source a weight above 0"
+            )
     return None
 
 

@@ -175,7 +175,7 @@ class Source:
     build: str | None = knob(
         None,
         "built-in text that makes the folder when it is absent; null = it must exist",
-        choices=("sotu", "synthetic"),
+        choices=("sotu", "stdlib", "synthetic"),
     )
     weight: Any = knob(
         1.0,
@@ -203,7 +203,9 @@ class Skip:
     """
 
     advance: Any = knob(
-        (), "[[first, end], ...]: batches left out, training goes on with the next one", unit="steps"
+        (),
+        "[[first, end], ...]: batches left out, training goes on with the next one",
+        unit="steps",
     )
     no_update: Any = knob(
         (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"

@@ -170,7 +170,11 @@ def skipped_text(line: Mapping[str, Any]) -> str:
     """Why a step did not move the weights; empty where it did."""
     if not line["skipped"]:
         return ""
-    return "SKIPPED: gradients not finite" if line["targets"] else "SKIPPED: nothing to train on (data.skip)"
+    return (
+        "SKIPPED: gradients not finite"
+        if line["targets"]
+        else "SKIPPED: nothing to train on (data.skip)"
+    )
 
 
 def number(value: float | None, spec: str) -> str:
