@@ -82,7 +82,7 @@ class Collector:
                 ),
             ):
                 raise UserError(
-                    f"step {data.step} (data step {data.data_step}): rank {rank} and rank {peer} "
+                    f"step {data.step}: rank {rank} and rank {peer} "
                     f"disagree on {what}; they read different corpora, recipes or damaged memory: "
                     "compare the corpus folders of their hosts"
                 )
