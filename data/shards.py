@@ -149,6 +149,9 @@ class Split:
         assert not len(start) or (start.min() >= 0 and start.max() + count <= self.num_tokens)
         stop = start + count
         first = np.searchsorted(self._ends, start, side="right")
+        if len(start) and (stop <= self._ends[first]).all():  # no window crosses a shard's end
+            low = start - self._starts[first]
+            return Pieces(np.arange(len(start)), np.zeros_like(start), first, low, low + count)
         last = np.searchsorted(self._ends, stop, side="left")
         num_pieces = last - first + 1
         row = np.repeat(np.arange(len(start)), num_pieces)

@@ -36,6 +36,7 @@ from data.sources import SourceUse, check_epochs, num_windows, open_sources
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
+STARTS_AHEAD = 256  # samples whose documents are looked up at once, for the same reason
 LOCATE_AHEAD = 4096  # windows put in order at once: spreads numpy's cost per call over small steps
 MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
 
@@ -62,6 +63,15 @@ class _Located(NamedTuple):
     first: int
     source: np.ndarray
     window: np.ndarray
+
+
+class _Starts(NamedTuple):
+    """The documents that start in samples [first, end): row counts from `first`; arrays int64."""
+
+    first: int
+    end: int
+    row: np.ndarray
+    position: np.ndarray
 
 
 class Stream:
@@ -95,6 +105,7 @@ class Stream:
         self.order = Order(seed, self.uids, windows)
         self._masks = [(mask, *self._masked_tokens(mask)) for mask in self.skips.masks]
         self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
+        self._starts = _Starts(0, 0, *np.zeros((2, 0), dtype=np.int64))
 
     def step(self, step: int, data_rank: int, data_size: int, micro_batch: int) -> StepData:
         """The micro-batches of step N >= 1 for data-parallel coordinate `data_rank` of `data_size`.
@@ -111,7 +122,7 @@ class Stream:
         is_damaged = None
         if self.data.on_damage == "quarantine":
             is_damaged = self._train.damaged(source, start)
-        row, position = self._train.document_starts(source, start)
+        row, position = self._document_starts(first, end)
         if is_damaged is not None:
             row, position = row[~is_damaged[row]], position[~is_damaged[row]]
         left_out = self._masked(data_step, source, start, is_damaged)
@@ -145,7 +156,7 @@ class Stream:
         first, end = self.sample_range(data_step)
         source, start = self.locate(first, end)
         is_damaged = np.isin(np.arange(first, end), np.array(quarantined, dtype=np.int64))
-        row, position = self._train.document_starts(source, start)
+        row, position = self._document_starts(first, end)
         row, position = row[~is_damaged[row]], position[~is_damaged[row]]
         every = np.arange(end - first)
         return source, start, self._train.read(source, start, row, position, every, is_damaged)
@@ -267,6 +278,16 @@ class Stream:
             self._evaluation_set(eval_tokens)
         notes = [note for corpus in self.corpora for note in corpus.notes]
         return notes + check_epochs(self.usage(steps), steps)
+
+    def _document_starts(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, position) of the documents that start in samples [first, end), ascending."""
+        found = self._starts  # read once: another thread may replace it
+        if not found.first <= first <= end <= found.end:
+            stop = max(end, first + STARTS_AHEAD)
+            found = _Starts(first, stop, *self._train.document_starts(*self.locate(first, stop)))
+            self._starts = found
+        low, high = np.searchsorted(found.row, (first - found.first, end - found.first))
+        return found.row[low:high] - (first - found.first), found.position[low:high]
 
     def locate(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, first token in its training split) of samples [first, end), (n,) int64."""
