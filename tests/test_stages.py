@@ -28,9 +28,10 @@ def test_stages_continue_each_source_where_it_stopped():
         assert np.array_equal(draw[source == number], np.arange(len(mine)))
         assert np.array_equal(stages.sample(np.full(len(mine), number), np.arange(len(mine))), mine)
     for prefix in (0, 1, 999, 1000, 1001, 1777, 1790, 1801, 150_000):
-        assert stages.draws_before(prefix).tolist() == np.bincount(
-            source[:prefix], minlength=3
-        ).tolist()
+        assert (
+            stages.draws_before(prefix).tolist()
+            == np.bincount(source[:prefix], minlength=3).tolist()
+        )
     assert set(source[:1000]) == {0, 1}
     assert set(source[1777:1801]) == {1}
     assert (stages.sample(np.array([1]), np.array([10**6])) == -1).all()  # b rests for ever
