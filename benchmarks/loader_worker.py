@@ -164,21 +164,17 @@ def grain(folder: Path) -> Iterator:
 def datasets(folder: Path) -> Iterator:
     """A map-style Dataset of whole windows, read in random order as numpy."""
     import numpy as np
-    from datasets import Dataset, Features, List, Value, load_from_disk
+    import pyarrow as pa
+    from datasets import Dataset, load_from_disk
 
     made = folder / "datasets"
     if not made.is_dir():
         tokens = np.memmap(folder / CORPUS / "train-00000.bin", np.uint16, "r")
         count = (len(tokens) - 1) // SEQ_LEN
-
-        def windows():
-            for i in range(count):
-                yield {"input_ids": tokens[i * SEQ_LEN : i * SEQ_LEN + SEQ_LEN + 1]}
-
-        features = Features({"input_ids": List(Value("uint16"), length=SEQ_LEN + 1)})
-        Dataset.from_generator(
-            windows, features=features, cache_dir=str(folder / "hf")
-        ).save_to_disk(str(made))
+        shape, strides = (count, SEQ_LEN + 1), (2 * SEQ_LEN, 2)
+        windows = np.lib.stride_tricks.as_strided(tokens, shape, strides).ravel()
+        column = pa.FixedSizeListArray.from_arrays(pa.array(windows), SEQ_LEN + 1)
+        Dataset(pa.table({"input_ids": column})).save_to_disk(str(made))
     data = load_from_disk(str(made)).with_format("numpy")
     rng = np.random.default_rng(SEED)
     while True:

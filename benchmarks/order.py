@@ -3,7 +3,7 @@
     python -m benchmarks.order --sizes 1e8 1e9
 
     ours     data.order: nothing is built; a batch's windows are computed when they are asked for
-    numpy    np.random.Generator.permutation over the whole source (int32 below 2**31), then a lookup
+    numpy    Generator.shuffle of the whole source (int32 below 2**31), then a lookup
 
 Each measurement is a process of its own. The one rule: what is compared is the first batch of a
 fresh process and every later batch, so building is not hidden. Also the mixture table of 1,000

@@ -1,4 +1,4 @@
-"""The collector: one ledger line per step from any layout, and ranks that disagree stop together."""
+"""The collector: one line per step from any layout; ranks that disagree stop together."""
 
 import re
 import threading
@@ -97,7 +97,6 @@ def test_ranks_that_disagree_all_stop_and_say_who(root, tmp_path, others, data_r
     streams = [stream_of(root, {"prose": 1}, **mine), stream_of(root, {"prose": 1}, **others)]
     data_size = len(set(data_ranks))
     errors = collect(streams, data_ranks, data_size, tmp_path)
-    import re
 
     assert all(error and re.search(message, error) for error in errors), errors
     assert errors[0] == errors[1]

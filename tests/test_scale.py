@@ -1,4 +1,4 @@
-"""What must not grow with the corpus: memory, start, order, state; and many shards, shared folders."""
+"""What must not grow with the corpus: memory, start, order, state; many shards, shared folders."""
 
 import json
 import os
@@ -177,7 +177,7 @@ with stream.prefetch(1, 60, 0, 1, 8) as batches:
 
 
 def test_two_jobs_read_300_shards_of_a_read_only_folder_with_few_files_open(many):
-    """160 descriptors are all a process may have, two per open shard; nothing is written beside the data."""
+    """160 descriptors are all, two per open shard; nothing is written beside the data."""
     before = snapshot(many)
     for path in [*many.rglob("*"), many]:
         path.chmod(path.stat().st_mode & ~0o222)

@@ -1,4 +1,4 @@
-"""Skips: which data step a train step uses, what gives no loss, and that the past stays as it was."""
+"""Skips: which data step a train step uses, what gives no loss, and that the past stays."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_masked_documents_give_no_loss_and_nothing_else_moves(root):
         seen += data.num_masked
     assert seen > 0
     # Of one rank, position by position: masked exactly where the target lies in the documents.
-    source, start, rows = stream.whole_batch(9)
+    source, start, _ = stream.whole_batch(9)
     data = stream.step(10, 0, 1, 8)
     token = start[:, None] + 1 + np.arange(16)
     inside = (source == plain.uids.index("prose"))[:, None] & (token >= low) & (token < high)
