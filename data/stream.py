@@ -122,6 +122,11 @@ class Stream:
         is_damaged = None
         if self.data.on_damage == "quarantine":
             is_damaged = self._train.damaged(source, start)
+            if is_damaged.all():
+                raise UserError(
+                    f"step {step}: every sample of its batch touches a damaged block of its corpus; "
+                    "data.on_damage=quarantine leaves nothing to train on: restore the corpus"
+                )
         row, position = self._document_starts(first, end)
         if is_damaged is not None:
             row, position = row[~is_damaged[row]], position[~is_damaged[row]]
@@ -189,9 +194,9 @@ class Stream:
 
         The set is the first windows of each source's validation split, as many as its share of
         `eval_tokens` in the first stage of the mixture, or all it has; it does not depend on the
-        layout. Each rank gets the same
-        number of batches; rows that fill them up have no targets, so an uneven set neither hangs
-        nor counts twice. Raises UserError when there is nothing to evaluate on.
+        layout. Each rank gets the same number of batches; rows that fill them up have no targets,
+        so an uneven set neither hangs nor counts twice. Raises UserError when there is nothing to
+        evaluate on.
         """
         source, start = self._evaluation_set(eval_tokens)
         slab = data_size * micro_batch

@@ -218,6 +218,12 @@ def test_a_damaged_block_in_quarantine_masks_its_windows_and_moves_nothing(tmp_p
         own = np.concatenate([b.sample_hashes for b in bad.step(step, 0, 1, 8).micro_batches])
         assert batch_hash(rows.hashes) == batch_hash(own)
     assert found
+    write_corpus(tmp_path / "one", [counting_document(100)])
+    flip_byte(tmp_path / "one" / "train-00000.bin", 7)
+    monkeypatch.setattr("data.blocks.BLOCK_BYTES", 1024)
+    with pytest.raises(UserError, match="every sample of its batch touches a damaged block"):
+        stream_of(tmp_path, {"c": _source("one")}, on_damage="quarantine").step(1, 0, 1, 8)
+    monkeypatch.setattr("data.blocks.BLOCK_BYTES", 256)
     stop = stream_of(tmp_path, {"c": _source("bad")})
     with pytest.raises(UserError, match=r"train-00001.bin: bytes 256 to 512 have xxh3"):
         [stop.step(step, 0, 1, 8) for step in range(1, 41)]
