@@ -19,10 +19,6 @@ from recipes.schema import UserError
 BLOCK_BYTES = 8 << 20
 
 
-class DamagedBlock(UserError):
-    """A block that does not hold what was written, or that is no longer there."""
-
-
 class BlockHasher:
     """Hashes a stream of bytes block by block."""
 
@@ -95,7 +91,7 @@ class BlockChecker:
                     try:
                         self._check_block(fd, block)
                         continue
-                    except DamagedBlock:
+                    except UserError:
                         self._bad.add(block)
                 found[number] = True
         return found
@@ -106,7 +102,7 @@ class BlockChecker:
         read_exactly(fd, memoryview(data), start, self.bin_path)
         found, expected = xxhash.xxh3_64_intdigest(data), int(self._expected[block])
         if found != expected:
-            raise DamagedBlock(
+            raise UserError(
                 f"{self.bin_path}: bytes {start} to {start + len(data)} have xxh3 {found:016x}, "
                 f"expected {expected:016x}: the file is damaged; restore it from a copy or build "
                 "the corpus again"
@@ -122,7 +118,7 @@ def read_exactly(fd: int, target: memoryview, offset: int, path: Path) -> None:
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0 and last_try:
-            raise DamagedBlock(
+            raise UserError(
                 f"{path}: expected {len(target)} bytes at {offset}, found {done}: the file was cut "
                 "while in use; restore it from a copy or build the corpus again"
             )

@@ -63,6 +63,11 @@ class Schedule:
         text = json.dumps([self.seq_len, self.starts, self.sequences])
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def end_of_piece(self, data_step: int) -> int:
+        """The data step at which the batch changes its size next."""
+        following = self._piece(data_step) + 1
+        return self.starts[following] if following < len(self.starts) else 2**62
+
     def _piece(self, data_step: int) -> int:
         assert data_step >= 0, "steps count from 1"
         return bisect_right(self.starts, data_step) - 1

@@ -16,6 +16,7 @@ of `window_tokens`; a longer window is cut into equal parts, which are consecuti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,11 @@ from data.sources import SourceUse, check_epochs, num_windows, open_sources
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
-STARTS_AHEAD = 256  # samples whose documents are looked up at once, for the same reason
-LOCATE_AHEAD = 4096  # windows put in order at once: spreads numpy's cost per call over small steps
+# Done at once, to spread numpy's cost per call over small steps:
+LOCATE_AHEAD = 4096  # windows put in order
+STARTS_AHEAD = 256  # samples whose documents are looked up
+READ_AHEAD = 64  # samples of a rank that are read
+NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
 
 
@@ -74,6 +78,18 @@ class _Starts(NamedTuple):
     position: np.ndarray
 
 
+class _Read(NamedTuple):
+    """What one rank (its place: data rank, size, micro-batch) trains on in data steps [first, end),
+    all of one size.
+    """
+
+    first: int
+    end: int
+    place: tuple
+    tokens: np.ndarray
+    hashes: np.ndarray
+
+
 class Stream:
     """Batches by step. Holds no position: every method is a function of its arguments.
 
@@ -106,6 +122,7 @@ class Stream:
         self._masks = [(mask, *self._masked_tokens(mask)) for mask in self.skips.masks]
         self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
         self._starts = _Starts(0, 0, *np.zeros((2, 0), dtype=np.int64))
+        self._read = _Read(0, 0, (), *np.zeros((2, 0), dtype=np.int64))
 
     def step(self, step: int, data_rank: int, data_size: int, micro_batch: int) -> StepData:
         """The micro-batches of step N >= 1 for data-parallel coordinate `data_rank` of `data_size`.
@@ -124,14 +141,18 @@ class Stream:
             is_damaged = self._train.damaged(source, start)
             if is_damaged.all():
                 raise UserError(
-                    f"step {step}: every sample of its batch touches a damaged block of its corpus; "
-                    "data.on_damage=quarantine leaves nothing to train on: restore the corpus"
+                    f"step {step}: every sample of its batch touches a damaged block of its corpus;"
+                    " data.on_damage=quarantine leaves nothing to train on: restore the corpus"
                 )
         row, position = self._document_starts(first, end)
         if is_damaged is not None:
             row, position = row[~is_damaged[row]], position[~is_damaged[row]]
         left_out = self._masked(data_step, source, start, is_damaged)
-        rows = self._train.read(source, start, row, position, mine, is_damaged)
+        if is_damaged is None:
+            tokens, hashes = self._own_rows(data_step, data_rank, data_size, micro_batch)
+        else:
+            tokens, hashes = self._train.read(source[mine], start[mine], is_damaged[mine])
+        rows = self._train.rows(tokens, hashes, source, row, position, mine)
         is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
         taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
         targets = num_targets(end - first, self.seq_len, row, position, attend)
@@ -163,8 +184,9 @@ class Stream:
         is_damaged = np.isin(np.arange(first, end), np.array(quarantined, dtype=np.int64))
         row, position = self._document_starts(first, end)
         row, position = row[~is_damaged[row]], position[~is_damaged[row]]
+        tokens, hashes = self._train.read(source, start, is_damaged)
         every = np.arange(end - first)
-        return source, start, self._train.read(source, start, row, position, every, is_damaged)
+        return source, start, self._train.rows(tokens, hashes, source, row, position, every)
 
     def split(self, number: int) -> Split:
         """What source number `number` trains on."""
@@ -202,7 +224,12 @@ class Stream:
         slab = data_size * micro_batch
         mine = own_positions(-(-len(source) // slab) * slab, data_rank, data_size, micro_batch)
         row, position = self._valid.document_starts(source, start)
-        rows = self._valid.read(source, start, row, position, mine)
+        real = mine[mine < len(source)]
+        tokens, hashes = self._valid.read(source[real], start[real])
+        padding = len(mine) - len(real)  # stands at the end: positions ascend
+        tokens = np.pad(tokens, ((0, padding), (0, 0)))
+        hashes = np.pad(hashes, (0, padding))
+        rows = self._valid.rows(tokens, hashes, source, row, position, mine)
         return make_batches(rows, micro_batch, self.data.attend, is_padding=mine >= len(source))
 
     def state(self) -> dict:
@@ -284,8 +311,38 @@ class Stream:
         notes = [note for corpus in self.corpora for note in corpus.notes]
         return notes + check_epochs(self.usage(steps), steps)
 
+    def _own_rows(self, data_step: int, *place: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, hashes) of one rank's samples of a data step; small steps are read several at
+        once, as long as the batch keeps its size.
+        """
+        data_rank, data_size, micro_batch = place
+        found = self._read  # read once: another thread may replace it
+        if found.place != place or not found.first <= data_step < found.end:
+            first, end = self.sample_range(data_step)
+            mine = own_positions(end - first, data_rank, data_size, micro_batch)
+            ahead = max(1, READ_AHEAD // len(mine))
+            stop = min(data_step + ahead, self.schedule.end_of_piece(data_step))
+            try:
+                found = self._read_steps(data_step, stop, mine, place)
+            except UserError:  # damage belongs to the step that meets it
+                found = self._read_steps(data_step, data_step + 1, mine, place)
+            self._read = found
+        own = len(found.hashes) // (found.end - found.first)
+        low = (data_step - found.first) * own
+        return found.tokens[low : low + own], found.hashes[low : low + own]
+
+    def _read_steps(self, first: int, end: int, mine: np.ndarray, place: tuple) -> _Read:
+        samples, size = self.sample_range(first)[0], self.schedule.sequences_at(first + 1)
+        source, start = self.locate(samples, samples + (end - first) * size)
+        own = (np.arange(end - first)[:, None] * size + mine).ravel()
+        return _Read(first, end, place, *self._train.read(source[own], start[own]))
+
     def _document_starts(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, position) of the documents that start in samples [first, end), ascending."""
+        """(row, position) of the documents that start in samples [first, end), ascending; none are
+        looked up where attention goes across them.
+        """
+        if self.data.attend == "across":
+            return NO_STARTS
         found = self._starts  # read once: another thread may replace it
         if not found.first <= first <= end <= found.end:
             stop = max(end, first + STARTS_AHEAD)
@@ -370,6 +427,7 @@ def stage_steps(data: Data) -> list[int]:
     return sorted({first for source in data.sources.values() for first, _ in source.stages()})
 
 
+@functools.lru_cache(maxsize=64)
 def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) -> np.ndarray:
     """Positions in the global batch that a data-parallel rank trains on, in its order, int64."""
     assert 0 <= data_rank < data_size
@@ -382,4 +440,6 @@ def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) 
             f"micro_batch {micro_batch} = {slab}; nearest: {nearest} sequences"
         )
     micro_step = np.arange(0, batch, slab)[:, None]
-    return (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
+    positions = (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
+    positions.flags.writeable = False  # shared by all who ask
+    return positions
