@@ -320,7 +320,11 @@ class Stream:
         if found.place != place or not found.first <= data_step < found.end:
             first, end = self.sample_range(data_step)
             mine = own_positions(end - first, data_rank, data_size, micro_batch)
-            ahead = max(1, READ_AHEAD // len(mine))
+            # Twice as far as the last time, and one step after a jump: the first touch of a block
+            # hashes all of it, which the first batch of a life should not wait for.
+            is_next = found.place == place and found.end == data_step
+            ahead = 2 * (found.end - found.first) if is_next else 1
+            ahead = min(ahead, max(1, READ_AHEAD // len(mine)))
             stop = min(data_step + ahead, self.schedule.end_of_piece(data_step))
             try:
                 found = self._read_steps(data_step, stop, mine, place)
