@@ -28,7 +28,7 @@ from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-REFUSED = 93
+FAILED, REFUSED = 1, 93
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -53,6 +53,9 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
+    except OSError as error:  # a file system that went away, a folder in place of a file
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
     if ranks == 1:
         for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
             os.environ.pop(name, None)
@@ -87,7 +90,7 @@ def check(words: list[str], ranks: int) -> None:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), stream.past)
+    standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
 
 
