@@ -1,9 +1,9 @@
 # The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
-#   RUN=tiny  STEP=100  PROMPT="The Congress"
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
+#   RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -22,6 +22,11 @@ STEPS ?=
 REPEATS ?=
 RUNS ?=
 NAME ?=
+DOC ?=
+TEXT ?=
+EVERY ?=
+A ?=
+B ?=
 TESTS ?= tests
 IN ?=
 OUT ?=
@@ -32,7 +37,7 @@ CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -58,7 +63,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given \
-	corpus corpus-import corpus-verify corpus-info tokenizer compare profile
+	corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -123,6 +128,13 @@ profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Pe
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$(PORT)"
+
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
+	@exec "$(PYTHON)" -m data.audit "$(RUN)" $(if $(STEP),--step "$(STEP)") $(if $(DOC),--doc "$(DOC)") $(if $(TEXT),--text) $(if $(EVERY),--every "$(EVERY)")
+
+audit-diff: $(READY) ## where the batches of runs A and B begin to differ
+	@exec "$(PYTHON)" -m data.audit "$(A)" --diff "$(B)"
+
 
 test: $(READY) ## the whole test suite
 	@exec "$(PYTHON)" -m pytest $(TESTS)

@@ -44,7 +44,7 @@ from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
-from runtime.engine import Draw, Engine, build, decoder_config, initial
+from runtime.engine import Draw, Engine, build, decoder_config, initial, untrained
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
@@ -121,7 +121,7 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
+    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step, settled.total_steps)
         return None
@@ -216,9 +216,7 @@ def restore(run: Run) -> None:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(
-            state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
-        )
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
     except UserError as error:
         raise process.Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
@@ -248,7 +246,11 @@ def loop(run: Run, record: Record | None) -> None:
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
-        record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
+        record.ledger if record else None,
+        lambda own: gather_hashes(own, me.device),
+        LEDGER_EVERY,
+        [layout.coordinates(rank).data for rank in range(layout.world)],
+        run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
     profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
@@ -269,9 +271,12 @@ def loop(run: Run, record: Record | None) -> None:
             engine.set_lr(lr)
             if run.counter:
                 run.counter.take()  # what came before belongs to no step
-            result = engine.train_step(
-                micro_batches, data.num_targets, data.num_tokens, profiler.phase
-            )
+            if data.is_update:
+                result = engine.train_step(
+                    micro_batches, data.num_targets, data.num_tokens, profiler.phase
+                )
+            else:  # data.skip: the step counts, the weights stay
+                result = untrained(data.num_tokens, me.device)
             sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
@@ -283,7 +288,8 @@ def loop(run: Run, record: Record | None) -> None:
             profiler.end(step)
 
             collector.add(data)
-            skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
+            if data.is_update:
+                skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
             skipped_steps += result.skipped
             if record:
                 if late:
@@ -291,6 +297,8 @@ def loop(run: Run, record: Record | None) -> None:
                 late = finished
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
+                if data.quarantined:
+                    record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
             is_saved = due(step, recipe.checkpoint.interval, last_save)
             if is_stuck or is_saved or step == last_step:
@@ -322,11 +330,11 @@ def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
     counted = run.engine.optimizer_step()
     state = RunState(
         step=step,
-        tokens=run.stream.schedule.tokens_after(step),
+        tokens=run.stream.tokens_after(step),
         optimizer_step=step - health["skipped_steps"] if counted is None else counted,
         seed=recipe.seed,
         recipe=dataclasses.asdict(recipe),
-        data=run.stream.state(),
+        data=run.stream.state() | {"past": run.stream.past(step)},
         layout=run.settled.layout.as_dict(),
         versions=run_folder.versions(),
         health=health,
@@ -385,7 +393,7 @@ def open_record(run: Run) -> Record:
         run.settled,
         run.process,
         Ledger(run.folder / "ledger", run.after_step),
-        run.stream.schedule.tokens_after,
+        run.stream.tokens_after,
         run.after_step,
     )
     history.begin(run.folder, run.origin)

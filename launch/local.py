@@ -97,7 +97,7 @@ def check(words: list[str], ranks: int) -> None:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
+    standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
 
 

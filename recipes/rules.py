@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
 from recipes.schema import read_steps
 
 
@@ -99,8 +100,12 @@ def _built_in_corpora(sources) -> str | None:
 def _sources(sources) -> str | None:
     if not sources:
         return "data.sources is empty; choose data=sotu, or set data.sources.NAME.corpus=FOLDER"
-    if sum(source.weight for source in sources.values()) <= 0:
-        return "data.sources: every weight is 0; give at least one source a weight above 0"
+    for step in sorted({first for source in sources.values() for first, _ in source.stages()}):
+        if all(source.weight_at(step) == 0 for source in sources.values()):
+            when = f" from data step {step} on" if step else ""
+            return (
+                f"data.sources: every weight is 0{when}; give at least one source a weight above 0"
+            )
     return None
 
 
@@ -121,6 +126,16 @@ def _profile(profile, steps, stop_after) -> str | None:
     return None
 
 
+def _masked_sources(sources, mask) -> str | None:
+    unknown = sorted({entry["source"] for entry in mask} - set(sources))
+    if not unknown:
+        return None
+    return (
+        f"data.skip.mask names the source {unknown[0]!r}, which data.sources does not have; there"
+        f" are: {', '.join(sources)}"
+    )
+
+
 def _stop_is_reached(stop_after, steps) -> str | None:
     if stop_after is not None and steps is not None and stop_after > steps:
         return f"stop_after={stop_after} is past the end of the run, steps={steps}: no effect"
@@ -137,5 +152,6 @@ RULES = (
     (("data.sources",), _sources),
     (("data.sources",), _built_in_corpora),
     (("log.profile", "steps", "stop_after"), _profile),
+    (("data.sources", "data.skip.mask"), _masked_sources),
 )
 WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)

