@@ -2,12 +2,19 @@
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   RUN=tiny  STEP=100  PROMPT="The Congress"
+#   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
 
 RECIPE ?= tiny
-NPROC ?= 1
+NPROC ?=
+HOSTFILE ?=
+INCLUDE ?=
+EXCLUDE ?=
+VIA ?=
+SSH ?=
+PASS ?=
 OVERRIDES ?=
 WORLD ?=
 FIND ?=
@@ -18,7 +25,8 @@ PROMPT ?=
 TESTS ?= tests
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
+  HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -29,6 +37,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
 export PROMPT
+# Where to start. The shell that make starts sees these as variables, so no quote in them can end a
+# word of its command line.
+export HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+PLACE = --hostfile "$$HOSTFILE" --include "$$INCLUDE" --exclude "$$EXCLUDE" --via "$$VIA" \
+  --ssh "$$SSH" --pass "$$PASS"
 
 ifdef PYTHON
 READY := python-given
@@ -37,7 +50,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
+.PHONY: help pretrain doctor test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -48,8 +61,11 @@ help: ## this list
 python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
-pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
-	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
+	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" $(PLACE) -- "recipe=$(RECIPE)" $(OVERRIDES)
+
+doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
+	@exec "$(PYTHON)" -m launch.doctor --nproc "$(NPROC)" $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
