@@ -49,9 +49,9 @@ class Voice:
         self._node, self._guard = node, threading.Lock()
         self.is_heard = True
 
-    def say(self, kind: str, **content: Any) -> None:
+    def say(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
-        line = json.dumps({"node": self._node, "say": kind, **content}) + "\n"
+        line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
         try:
             with self._guard:
                 sys.stdout.write(line)
@@ -141,8 +141,8 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     def show(local: int, kind: str, line: bytes) -> None:
         rank = node * order["per_node"] + local
         if rank in shown:
-            voice.say("line", rank=rank, kind=kind, text=line.decode(errors="replace"))
-        if not voice.is_heard:
+            voice.say("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
+        if not voice.is_heard and ranks:
             ranks.stop()
 
     def ended(end: End) -> None:

@@ -47,7 +47,7 @@ def judge(facts: Mapping[str, Facts], skews_s: Mapping[str, float], need: Need) 
     if not facts:
         return found
     first = next(iter(facts))
-    found.problems += same_machine(facts)
+    found.warnings += same_machine(facts)
     found.problems += odd_ones("python", {host: f["python"] for host, f in facts.items()})
     found.problems += odd_ones("system", {host: f["system"] for host, f in facts.items()})
     way_out = "install the same versions everywhere"
@@ -128,12 +128,12 @@ def odd_code(facts: Mapping[str, Facts]) -> list[str]:
 
 
 def same_machine(facts: Mapping[str, Facts]) -> list[str]:
-    """Two names of one machine would share GPUs and ports."""
+    """Two names of one machine share its GPUs, cores and memory; tests do so on purpose."""
     names: dict[str, list[str]] = {}
     for host, f in facts.items():
         names.setdefault(f["machine"], []).append(host)
     return [
-        f"{' and '.join(hosts)} are one machine ({f.split()[0]}); name it once"
+        f"{' and '.join(hosts)} are one machine ({f.split()[0]}) and share its GPUs and cores"
         for f, hosts in names.items()
         if len(hosts) > 1
     ]
@@ -234,6 +234,11 @@ def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
         }
         if kinds:
             found.problems += odd_ones(f"GPU {key}", kinds)
+
+
+def cards_of(facts: Facts) -> list[dict[str, str]]:
+    """The GPUs that a host shows."""
+    return facts["gpus"].get("cards", [])
 
 
 def number(text: str | None) -> float | None:

@@ -41,7 +41,7 @@ class End:
 def first_failure(ends: Sequence[End]) -> End | None:
     """The rank to blame; None where none failed by itself."""
     failed = sorted(
-        (end for end in ends if end.status != 0 and not end.was_stopped),
+        (end for end in ends if end.status not in (0, REQUEUE) and not end.was_stopped),
         key=lambda end: end.after_s,
     )
     if not failed:

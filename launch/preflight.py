@@ -136,8 +136,10 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
     if len(hosts) == 1:
         only = {"address": "127.0.0.1", "interface": None, "devices": devices[0]}
         return Plan(port, [{"name": hosts[0].name, **only}], [])
-    # The name first: it is what the user knows. Then IPv4 before IPv6.
-    candidates = [hosts[0].name, *sorted(addresses, key=lambda address: ":" in address)]
+    # The name first: it is what the user knows. Then IPv4 before IPv6, and last what only another
+    # name of the same machine can reach.
+    by_family = sorted(addresses, key=lambda address: ":" in address)
+    candidates = [hosts[0].name, *by_family, "127.0.0.1"]
     order = {
         "do": "reach",
         "port": port,
@@ -156,8 +158,8 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
     if cut_off:
         raise UserError(
             f"{names(cut_off)}: port {port} of {hosts[0].name} cannot be reached over any of"
-            f" {', '.join(candidates)}; open the ports {'' if len(cut_off) == 1 else 'between them'}"
-            f" in the firewall, or name one that is open: MASTER_PORT={port}"
+            f" {', '.join(candidates[:-1])}; open the ports between"
+            f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make ..."
         )
     came = next(message["ways"] for message in said[0] if message["say"] == "came")
     first = next(iter(came.values()))

@@ -90,7 +90,7 @@ def across(
                 continue
             host = plan.hosts[message["node"]]["name"]
             if message["say"] == "line":
-                screen.line(message["rank"], message["kind"], message["text"])
+                screen.line(message["rank"], message["stream"], message["text"])
             elif message["say"] == "text":
                 print(f"{host}: {message['text']}", file=sys.stderr, flush=True)
             elif message["say"] in ("end", "lost", "problem"):
