@@ -155,7 +155,7 @@ def _filter(variable: str, text: str, hosts: Sequence[Host]) -> dict[str, set[in
     for part in filter(None, text.split("@")):
         name, colon, numbers = part.strip().partition(":")
         if name not in slots_of:
-            raise UserError(f"{variable}={text}: {name!r} is not in the hostfile")
+            raise UserError(f"{variable}={text}: {name!r} is not one of the hosts")
         if colon and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers, re.ASCII):
             raise UserError(f"{variable}={text}: {part!r} is not NAME or NAME:SLOT,SLOT")
         slots = set(map(int, numbers.split(","))) if colon else set(range(slots_of[name]))

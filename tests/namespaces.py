@@ -10,17 +10,21 @@ Needs root, `ip` and the right to make namespaces; `why_not()` says what lacks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
 import signal
+import struct
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 NET = "10.77"
 SSHD = "/usr/sbin/sshd"
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
 
 
 @functools.cache
@@ -61,6 +65,7 @@ class Hosts:
         self._spaces = [f"pt{net}n{n}" for n in range(1, count + 1)]
         self._bridge = f"pt{net}br"
         self._daemons: list[subprocess.Popen] = []
+        self._cables: list[int] = []
 
     def address(self, number: int) -> str:
         """IP address of host `number` (from 1)."""
@@ -95,11 +100,13 @@ class Hosts:
             *words,
         ]  # fmt: skip
 
-    def serve_ssh(self, prepare: Mapping[int, str] | None = None) -> Path:
+    def serve_ssh(
+        self, variables: Mapping[int, Mapping[str, str]] = {}, prepare: Mapping[int, str] = {}
+    ) -> Path:
         """Start sshd on every host but the first; returns an ssh configuration that reaches them.
 
-        `prepare` is shell that runs before the server of a host: its variables and mounts are
-        those of the logins.
+        `variables` are those of the logins of a host, `prepare` is shell that runs before its
+        server and whose mounts the logins see.
         """
         keys = self.folder / f"ssh{self.net}"
         keys.mkdir(exist_ok=True)
@@ -108,15 +115,17 @@ class Hosts:
                 command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
                 subprocess.run(command, check=True)
         shutil.copy(keys / "user.pub", keys / "authorized")
-        (keys / "sshd_config").write_text(
-            f"HostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized\nStrictModes no\n"
-            "PasswordAuthentication no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
-        )
         Path("/run/sshd").mkdir(exist_ok=True)
         for number in range(2, self.count + 1):
-            command = [SSHD, "-D", "-e", "-f", str(keys / "sshd_config")]
+            given = [f'"{name}={value}"' for name, value in variables.get(number, {}).items()]
+            (keys / f"sshd{number}").write_text(
+                f"HostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized\nStrictModes no\n"
+                "PasswordAuthentication no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
+                + (f"SetEnv {' '.join(given)}\n" if given else "")
+            )
+            command = [SSHD, "-D", "-e", "-f", str(keys / f"sshd{number}")]
             log = open(keys / f"node{number}.log", "ab")  # noqa: SIM115
-            words = self.command(number, *command, prepare=(prepare or {}).get(number, ""))
+            words = self.command(number, *command, prepare=prepare.get(number, ""))
             self._daemons.append(subprocess.Popen(words, stderr=log, stdout=log))
         (keys / "config").write_text(
             f"Host *\n  IdentityFile {keys}/user\n  UserKnownHostsFile {keys}/known\n"
@@ -124,6 +133,20 @@ class Hosts:
         )
         self._await_servers(keys / "config")
         return keys / "config"
+
+    def slow_down(self, number: int, mib_per_s: float) -> None:
+        """Replace the cable of a host by a program that passes on so much and no more."""
+        space = self._spaces[number - 1]
+        inner, tap = f"pt{self.net}s{number}", f"pt{self.net}t{number}"
+        outer, inside = tap_device(tap), tap_device(inner)
+        ip("link", "set", inner, "netns", space)
+        ip("-n", space, "link", "del", f"pt{self.net}i{number}")
+        ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", inner)
+        ip("-n", space, "link", "set", inner, "up")
+        ip("link", "set", tap, "master", self._bridge, "up")
+        for source, target in ((outer, inside), (inside, outer)):
+            threading.Thread(target=shuttle, args=(source, target, mib_per_s), daemon=True).start()
+        self._cables += [outer, inside]
 
     def stop_ssh(self) -> None:
         """End the servers; connections that are open stay."""
@@ -145,10 +168,39 @@ class Hosts:
     def remove(self) -> None:
         """Take everything down."""
         self.stop_ssh()
+        for cable in self._cables:
+            os.close(cable)
+        self._cables.clear()
         for space in self._spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+
+
+def why_no_taps() -> str | None:
+    """Why no slow cable can be made here."""
+    return None if os.access("/dev/net/tun", os.W_OK) else "no /dev/net/tun on this machine"
+
+
+def tap_device(name: str) -> int:
+    """A network interface whose other end is the returned file: one frame a read or write."""
+    file = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
+    return file
+
+
+def shuttle(source: int, target: int, mib_per_s: float) -> None:
+    """Pass frames on, no faster than so much."""
+    free_at = time.monotonic()
+    while True:
+        try:
+            frame = os.read(source, 65536)
+            free_at = max(free_at, time.monotonic()) + len(frame) / (mib_per_s * 2**20)
+            while (left := free_at - time.monotonic()) > 0.001:
+                time.sleep(left)
+            os.write(target, frame)
+        except OSError:
+            return
 
 
 def ip(*words: str) -> None:

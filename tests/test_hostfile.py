@@ -74,7 +74,7 @@ def test_include_and_exclude_choose_hosts_and_slots():
     assert choose(hosts, include="b@c:0,2") == [Host("b", 4), Host("c", 2, (0, 2))]
     assert choose(hosts, exclude="a@c:1") == [Host("b", 4), Host("c", 3, (0, 2, 3))]
     for include, exclude, match in (
-        ("x", "", "'x' is not in the hostfile"),
+        ("x", "", "'x' is not one of the hosts"),
         ("a:9", "", "slots 0 to 3, not 9"),
         ("a:x", "", "NAME:SLOT"),
         ("a", "b", "give one of them"),

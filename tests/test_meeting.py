@@ -19,7 +19,6 @@ from runtime import meeting
 def short_limits(monkeypatch):
     monkeypatch.setattr(meeting, "ANSWER_S", 0.5)
     monkeypatch.setattr(meeting, "STRANGER_S", 1.5)
-    monkeypatch.setenv("MASTER_PORT", "1")
 
 
 def meet_all(candidates, world: int, ranks, timeout_s: float = 20, name: str = "mine") -> dict:
@@ -59,11 +58,19 @@ def test_a_busy_port_is_passed_over_by_all_ranks_alike():
     assert not [one for one in got.values() if isinstance(one, Exception)], got
 
 
-def test_another_runs_store_is_not_taken_for_ours():
-    port, other = free_port(), free_port()
-    theirs = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    theirs.set(meeting.JOB_KEY, "theirs")
-    got = meet_all([port, other], 2, range(2))
+def test_another_run_at_the_port_is_not_taken_for_ours():
+    ports = [free_port(), free_port()]
+    with meeting._Greeting("127.0.0.1", ports, "theirs") as theirs:
+        theirs.start()
+        got = meet_all(ports, 2, range(2))
+    got[0].set("x", "1")
+    assert got[1].get("x") == b"1"
+
+
+def test_a_plain_store_of_torch_at_the_port_is_passed_over():
+    ports = [free_port(), free_port()]
+    theirs = dist.TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False)
+    got = meet_all(ports, 2, range(2))
     got[0].set("x", "1")
     assert got[1].get("x") == b"1"
     assert not theirs.check(["x"])
@@ -89,7 +96,7 @@ def test_ranks_that_do_not_come_are_named():
 def test_a_store_that_never_opens_is_named():
     port = free_port()
     (error,) = meet_all([port], 2, [1], timeout_s=1).values()
-    assert f"rank 0 did not open port {port} of 127.0.0.1" in str(error)
+    assert f"rank 0 did not answer at port {port} of 127.0.0.1" in str(error)
 
 
 def test_the_store_listens_where_the_ranks_meet_and_nowhere_else():
