@@ -61,7 +61,7 @@ class Voice:
 
 
 class Lifeline:
-    """Standard input after the order: `{"stop": signal}`, `{"kill": true}`, blank lines, the end."""
+    """Standard input after the order: `{"stop": signal}`, `{"kill": true}`, blanks, the end."""
 
     def __init__(self, has_pulse: bool):
         self._has_pulse = has_pulse

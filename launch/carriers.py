@@ -69,7 +69,13 @@ def carriers(
 
 def is_here(name: str) -> bool:
     """Whether a host name or address means this very machine."""
-    own = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().split(".")[0]}
+    own = {
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        socket.gethostname(),
+        socket.gethostname().split(".")[0],
+    }
     return name in own or network.interface_of(name) is not None
 
 

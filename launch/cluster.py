@@ -138,7 +138,7 @@ class Work:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for the launcher, which asks the ranks to end
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  one system call
         )
         last: deque[str] = deque(maxlen=20)
         readers = [
@@ -172,9 +172,7 @@ class Work:
         status = process.wait()
         for reader in readers:
             reader.join(timeout=2)
-        self._queue.put(
-            {"say": "closed", "nodes": way.nodes, "status": status, "last": list(last)}
-        )
+        self._queue.put({"say": "closed", "nodes": way.nodes, "status": status, "last": list(last)})
 
     def _missing(self, closed: Message) -> Iterator[Message]:
         """`lost` for every host of a closed connection that has not said its last word."""

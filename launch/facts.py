@@ -227,5 +227,3 @@ def remove_stale_locks(environ: Mapping[str, str]) -> list[str]:
                     lock.unlink()
                     removed.append(str(lock))
     return removed
-
-

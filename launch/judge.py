@@ -193,7 +193,7 @@ def ports(first: str, facts: Facts) -> list[str]:
     if port["is_free"]:
         return []
     return [
-        f"{first}: port {port['number']} (MASTER_PORT) is busy; unset MASTER_PORT to have a free one"
+        f"{first}: port {port['number']} (MASTER_PORT) is busy; unset it to have a free one"
         " chosen, or name another"
     ]
 

@@ -115,7 +115,7 @@ def await_knocks(port: int, token: str, expected: int, timeout_s: float) -> dict
 def knock(
     candidates: Iterable[str], port: int, token: str, who: str, timeout_s: float
 ) -> Way | None:
-    """Try each address of another host in turn until one answers with the token; None = none did."""
+    """Try each address of another host in turn until one answers with the token; else None."""
     candidates = list(candidates)
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:

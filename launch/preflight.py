@@ -68,9 +68,7 @@ def preflight(
     return plan, facts
 
 
-def gather(
-    cluster: Cluster, inspection: Inspection
-) -> tuple[dict[str, dict], dict[str, float]]:
+def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], dict[str, float]]:
     """Facts and clock differences to this machine (s, positive = ahead), by host."""
     with shared_mark(cluster) as shared:
         ask = {

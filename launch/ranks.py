@@ -144,7 +144,7 @@ class Ranks:
                     stdout=None if is_live else subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=die_with_parent,  # noqa: PLW1509  one system call
                 )
                 self._processes.append(process)
         except OSError:

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from launch.outcome import End, exit_status, explain, first_failure
 
 # What begins the end of a rank; its later error output waits.
-LAST_WORDS = re.compile(r"Traceback \(most recent|refused: |failed on rank|interrupted; |\[rank\d+\]:")
+LAST_WORDS = re.compile(
+    r"Traceback \(most recent|refused: |failed on rank|interrupted; |\[rank\d+\]:"
+)
 INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint"
 
 

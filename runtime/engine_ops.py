@@ -1,5 +1,4 @@
-"""Builds DeepSpeed's operators once on a host: `python -m runtime.engine_ops`, before any rank needs
-them.
+"""Builds DeepSpeed's operators once on a host, before ranks wait: `python -m runtime.engine_ops`.
 
 The one rule: only what the files in ds_configs/ can ask for. Pinned host memory (zero3_offload) is
 all: the optimizer is torch's own. A first build takes minutes, in which the ranks of a run would

@@ -76,9 +76,7 @@ def measure_pairs(me: process.Process) -> Speeds:
     table = table.to(me.device if me.device.type == "cpu" else torch.float32)
     table = table.to(me.device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return {
-        (a, b): float(table[a, b]) for a in range(hosts) for b in range(a + 1, hosts)
-    }
+    return {(a, b): float(table[a, b]) for a in range(hosts) for b in range(a + 1, hosts)}
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

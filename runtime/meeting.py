@@ -1,11 +1,11 @@
 """How the ranks of a run find each other: a greeting at a known port leads to rank 0's store.
 
-    rank 0         first free port of the list -> answers who knows the name of the job: store's port
+    rank 0         first free port of the list -> tells who knows the job's name the store's port
     other ranks    try the list until somebody answers with that name
     all            wait at the store until every rank is there
 
-The one rule: a busy port, somebody else's program or a rank that never comes is one readable message
-on every rank, within seconds where it can be known. (A TCPStore client that meets a stranger waits
+The one rule: a busy port, another program or a rank that never comes is one readable message on
+every rank, within seconds where it can be known. (A TCPStore client that meets a stranger waits
 without a limit, hence the greeting.) torchrun brings a store of its own, which is used as it is.
 Units: seconds.
 """
@@ -26,10 +26,10 @@ from recipes.schema import UserError
 # torchrun's default port, with the job number added so that two jobs on one host do not meet.
 BASE_PORT = 29500
 PORTS = 10_000  # the job number is taken modulo this
-STRIDE, TRIES = 1009, 8  # further ports of a job whose first one is busy; no two jobs share many
+STRIDE, TRIES = 1009, 8  # further ports of a job whose first one is busy; jobs share few
 ANSWER_S = 3.0  # for a program on another host to say whose it is
-# So long may strangers answer at every port before that is an error: rank 0 may come a little later,
-# and find out by itself.
+# So long may strangers answer at every port before that is an error: rank 0 may come a little
+# later, and find out by itself.
 STRANGER_S = 10.0
 STRANGER = 0
 ALL_KEY = "all"
@@ -87,14 +87,12 @@ def _client(address: str, port: int, timeout_s: float) -> dist.Store:
         return dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
     except dist.DistError:
         raise TimeoutError(
-            f"port {port} of {address} cannot be reached, where rank 0's store is; the ports between"
-            " the hosts of a run must be open"
+            f"port {port} of {address} cannot be reached, where rank 0's store is; the ports"
+            " between the hosts of a run must be open"
         ) from None
 
 
-def _gather(
-    store: dist.Store, address: str, rank: int, world: int, timeout_s: float
-) -> dist.Store:
+def _gather(store: dist.Store, address: str, rank: int, world: int, timeout_s: float) -> dist.Store:
     """Wait at the store until all ranks are there; name those that are not."""
     store.set(f"here/{rank}", socket.gethostname())
     if store.add("count", 1) == world:

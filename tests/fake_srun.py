@@ -8,6 +8,7 @@ all tasks, 128 + signal for one that was killed; a signal is passed on to the ta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -82,10 +83,8 @@ def copy_input(tasks) -> None:
             except OSError:
                 pass
     for task in tasks:
-        try:
+        with contextlib.suppress(OSError):
             task.stdin.close()
-        except OSError:
-            pass
 
 
 sys.exit(main())

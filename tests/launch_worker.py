@@ -22,7 +22,12 @@ from pathlib import Path
 def main() -> None:
     folder, actions, *rest = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    content = {"argv": rest, "env": dict(os.environ), "host": socket.gethostname(), "cwd": os.getcwd()}
+    content = {
+        "argv": rest,
+        "env": dict(os.environ),
+        "host": socket.gethostname(),
+        "cwd": os.getcwd(),
+    }
     part = Path(folder) / f"{rank}.part"
     part.write_text(json.dumps(content))
     part.rename(Path(folder) / f"{rank}.json")
@@ -32,7 +37,9 @@ def main() -> None:
         if who and int(who) != rank:
             continue
         if what == "say":
-            print("Traceback (most recent call last):\nValueError: mine", file=sys.stderr, flush=True)
+            print(
+                "Traceback (most recent call last):\nValueError: mine", file=sys.stderr, flush=True
+            )
         elif what == "refuse":
             print(f"refused: rank {rank}: not like this", file=sys.stderr, flush=True)
             sys.exit(93)

@@ -1,7 +1,7 @@
 """Hosts for tests: network namespaces on a bridge, each with a name and an ssh server of its own.
 
     host 1 --+
-    host 2 --+-- bridge (10.77.0.0/24)       processes and files are shared, network and name are not
+    host 2 --+-- bridge (10.77.0.0/24)       shared: files, processes; own: network, name
     host 3 --+
 
 Needs root, `ip` and the right to make namespaces; `why_not()` says what lacks.

@@ -1,7 +1,7 @@
-"""launch/: agents and ranks without torch - what arrives, how they end, that nothing stays behind.
+"""launch/: agents and ranks without torch - what arrives, how it ends, that nothing stays.
 
-Hosts are this machine under other names, behind a recording fake of ssh that does what a login does:
-a bare environment, and one line of text for a shell.
+Hosts are this machine under other names, behind a recording fake of ssh that does what a login
+does: a bare environment, and one line of text for a shell.
 """
 
 from __future__ import annotations
@@ -23,12 +23,25 @@ from ranks import ROOT
 from launch.carriers import carriers, is_here
 from launch.cluster import Cluster
 from launch.hostfile import Host
-from launch.preflight import Inspection, Plan, preflight
 from launch.judge import Need
+from launch.preflight import Inspection, Plan, preflight
 from recipes.schema import UserError
 
 WORKER = "tests/launch_worker.py"
-HARD = ["a b", "it's", 'say "x"', "run=x;id", "$(id)", "`id`", "*", "a=b=c", "é", "-oProxyCommand=x", "%h %n", "\n"]
+HARD = [
+    "a b",
+    "it's",
+    'say "x"',
+    "run=x;id",
+    "$(id)",
+    "`id`",
+    "*",
+    "a=b=c",
+    "é",
+    "-oProxyCommand=x",
+    "%h %n",
+    "\n",
+]
 
 FAKE_SSH = """#!{python}
 import json, os, sys
@@ -77,7 +90,8 @@ if told["ssh"] is None:
     root = Path.cwd()
     sys.exit(start.here(words, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
 hosts = [Host("host-a", 2), Host("host-b.example", 2)]
-plans = [{"name": h.name, "address": "127.0.0.1", "interface": "lo", "devices": None} for h in hosts]
+here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
+plans = [{"name": host.name} | here for host in hosts]
 cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
 sys.exit(start.across(cluster, Plan(29123, plans, []), words, 1, told["environment"], told["runs"]))
 """
@@ -157,7 +171,9 @@ def test_ranks_get_the_same_words_and_variables_on_one_host_and_on_two(tmp_path,
     assert sorted(words[-2] for words in argv) == ["host-a", "host-b.example"]
     for words in argv:
         number = ["host-a", "host-b.example"].index(words[-2])
-        line = f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m launch.agent --node {number}"
+        line = (
+            f"cd {shlex.quote(str(ROOT))} && exec {sys.executable} -m launch.agent --node {number}"
+        )
         assert words[-1] == line
 
 

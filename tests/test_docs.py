@@ -65,8 +65,14 @@ def test_files_that_commands_and_pages_name_are_there():
 def test_messages_that_the_troubleshooting_page_explains_are_the_programs():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     code = "\n".join(
-        path.read_text() for folder in ("launch", "runtime") for path in (ROOT / folder).glob("*.py")
+        path.read_text()
+        for folder in ("launch", "runtime")
+        for path in (ROOT / folder).glob("*.py")
     )
-    for words in ("cannot be reached over any of", "is in use by another", "ranks did not come within"):
+    for words in (
+        "cannot be reached over any of",
+        "is in use by another",
+        "ranks did not come within",
+    ):
         assert words in page
         assert words in code

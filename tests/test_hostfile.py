@@ -30,20 +30,25 @@ def test_host_names_and_addresses_are(name):
 def test_a_host_name_has_plain_characters_only(text):
     if is_host_name(text):
         assert text.isascii()
-        assert not set(text) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-:")
+        assert not set(text) - set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-:"
+        )
         assert not text.startswith("-")
 
 
 def test_a_hostfile_with_comments_tabs_and_windows_lines_is_read(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(
-        b"\xef\xbb\xbf# all\r\n\r\nworker-1\tslots=4  # the first\r\n  worker-2 slots = 2\r\n#w3 slots=1\r\n"
+        b"\xef\xbb\xbf# all\r\n\r\nworker-1\tslots=4  # the first\r\n"
+        b"  worker-2 slots = 2\r\n#w3 slots=1\r\n"
     )
     assert read_hosts(path) == [Host("worker-1", 4), Host("worker-2", 2)]
 
 
 def test_every_bad_line_is_named_with_its_number():
-    text = "a slots=4\nb\nc slots=x\na slots=2\n-oProxyCommand=sh slots=1\nd slots=0\ne slots=1 more\n"
+    text = (
+        "a slots=4\nb\nc slots=x\na slots=2\n-oProxyCommand=sh slots=1\nd slots=0\ne slots=1 more\n"
+    )
     with pytest.raises(UserError) as caught:
         parse(text, "hosts")
     problems = caught.value.problems

@@ -51,7 +51,11 @@ def test_the_first_failure_is_named_with_host_log_and_its_own_words():
         "failed: rank 2 of 4 on node2 ended with exit status 1 after 7 s, first of all; its log:"
         " runs/x/logs/rank-00002.log"
     )
-    assert told[1:] == ["  | Traceback (most recent call last):", '  |   File "x"', "  | ValueError: broken"]
+    assert told[1:] == [
+        "  | Traceback (most recent call last):",
+        '  |   File "x"',
+        "  | ValueError: broken",
+    ]
 
 
 def test_a_refusal_needs_no_frame():

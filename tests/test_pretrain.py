@@ -48,7 +48,10 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
         "tensorboard",
         "history.jsonl",
         "checkpoints",
+        "logs",
     }
+    logs = {path.name for path in (pair / "logs").iterdir()}
+    assert logs == {"rank-00000.log", "rank-00001.log"}
     config = json.loads((pair / "ds_config.json").read_text())
     assert config["zero_optimization"]["stage"] == 2
     assert config["train_batch_size"] == 8

@@ -26,7 +26,7 @@ def slurm(tmp_path_factory, clone) -> dict[str, str]:
     """The environment of a batch script on the first node of gpu[01-02]."""
     tools = tmp_path_factory.mktemp("slurm")
     srun = tools / "srun"
-    srun.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT}/tests/fake_srun.py \"$@\"\n")
+    srun.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/fake_srun.py "$@"\n')
     srun.chmod(0o755)
     return {
         "PATH": f"{tools}:{os.environ['PATH']}",
@@ -76,7 +76,11 @@ def test_directives_come_before_the_first_command():
     ],
 )
 def test_wrong_words_are_refused_with_93(tmp_path, slurm, words, change, part):
-    words = words if any(w.startswith("PYTHON=") for w in words) else [*words, f"PYTHON={sys.executable}"]
+    words = (
+        words
+        if any(w.startswith("PYTHON=") for w in words)
+        else [*words, f"PYTHON={sys.executable}"]
+    )
     done = sbatch(tmp_path, slurm | change, *words)
     assert done.returncode == 93, done.stdout
     assert part in done.stdout

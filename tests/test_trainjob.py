@@ -1,4 +1,4 @@
-"""launch/trainjob.yaml: what Kubeflow Trainer's published schema takes, and nothing it would drop."""
+"""launch/trainjob.yaml: what Kubeflow Trainer's schema takes, and nothing it would drop."""
 
 from __future__ import annotations
 
