@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,17 +48,14 @@ class Voice:
 
     def __init__(self, node: int):
         self._node, self._guard = node, threading.Lock()
-        self.is_heard = True
 
     def say(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
         line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
-        try:
-            with self._guard:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-        except (OSError, ValueError):
-            self.is_heard = False
+        # Where nobody listens any more standard input ends too, which stops the ranks.
+        with contextlib.suppress(OSError, ValueError), self._guard:
+            sys.stdout.write(line)
+            sys.stdout.flush()
 
 
 class Lifeline:
@@ -142,14 +140,11 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         rank = node * order["per_node"] + local
         if rank in shown:
             voice.say("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
-        if not voice.is_heard and ranks:
-            ranks.stop()
 
     def ended(end: End) -> None:
         voice.say("end", end=dataclasses.asdict(end))
 
     folder = order["run_folder"]
-    ranks = None
     if not os.access(ROOT / order["words"][0], os.R_OK) and order["words"][0] != "-m":
         raise UserError(f"{ROOT / order['words'][0]} cannot be read on {here['name']}")
     ranks = Ranks(

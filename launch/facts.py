@@ -1,7 +1,8 @@
 """What one host is like: the facts that the doctor compares. Runs on that host, in seconds.
 
     quick   versions, code, variables, disk space, shared folder, addresses, a free port, GPUs
-    full    also: disk speed, compilers, locks that a killed build left behind
+            and removes locks that killed builds left behind
+    full    also: disk speed, compilers
 
 The one rule: it gathers and judges nothing (launch.judge does); what cannot be found out is null or
 says why. Units: GiB, MiB/s, seconds, percent.
@@ -72,12 +73,12 @@ def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, 
         "port": port(ask.get("port")),
         "gpus": gpus(),
     }
+    facts["stale_locks"] = remove_stale_locks(environ)
     if ask.get("is_full"):
         facts["compilers"] = {name: shutil.which(name) for name in ("c++", "ninja", "nvcc")}
         facts["disk_mib_per_s"] = {
             name: write_speed(path) for name, path in places(root).items() if name != "/dev/shm"
         }
-        facts["stale_locks"] = remove_stale_locks(environ)
     return facts
 
 

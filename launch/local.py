@@ -24,6 +24,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from launch import network, start
 from launch.environment import passed
+from launch.facts import remove_stale_locks
 from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
@@ -81,6 +82,8 @@ def start_here(words: list[str], ranks: int) -> int:
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
     recipe = check(words, ranks).recipe
+    for lock in remove_stale_locks(os.environ):
+        print(f"removed a lock that a killed build left behind: {lock}", file=sys.stderr)
     end_with_make()
     entry = [str(ROOT / "pretrain.py"), *words]
     if ranks > 1:

@@ -49,6 +49,8 @@ def first_failure(ends: Sequence[End]) -> End | None:
     early = [end for end in failed if end.after_s <= failed[0].after_s + TOGETHER_S]
     killed = [end for end in early if end.status < 0 or end.is_lost]
     refused = [end for end in early if end.status == DO_NOT_RETRY]
+    # Where all refuse alike, one of them says why.
+    refused.sort(key=lambda end: not any(line.startswith("refused: ") for line in end.last))
     return (killed or refused or failed)[0]
 
 

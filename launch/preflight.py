@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.carriers import is_here
 from launch.cluster import Cluster
 from launch.judge import Findings, Need, compilers, judge, names
 from recipes.schema import UserError, as_int
@@ -97,8 +98,8 @@ def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], d
 
 @contextlib.contextmanager
 def shared_mark(cluster: Cluster) -> Iterator[dict[str, str] | None]:
-    """A folder with a token that every host must see; gone afterwards. None for one host."""
-    if len(cluster.hosts) == 1:
+    """A folder with a token that every host must see; gone afterwards. None for this machine."""
+    if all(is_here(host.name) for host in cluster.hosts):
         yield None
         return
     token = secrets.token_hex(16)

@@ -147,7 +147,9 @@ class Asked:
 def signals() -> Iterator[Asked]:
     """Catch what asks for the end, for as long as ranks live."""
     asked = Asked()
-    before = {number: signal.signal(number, asked) for number in SIGNALS}
+    # What is ignored on purpose, as nohup does with SIGHUP, stays ignored.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, asked) for number in heeded}
     try:
         yield asked
     finally:

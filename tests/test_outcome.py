@@ -63,6 +63,11 @@ def test_a_refusal_needs_no_frame():
     assert explain(ends, 2) == ["refused: rank 1: shard.bin is damaged"]
 
 
+def test_where_all_refuse_alike_the_one_that_says_why_is_shown():
+    ends = [End(1, 93, 1.0), End(0, 93, 1.1, last=("refused: zero=4",))]
+    assert explain(ends, 2) == ["refused: zero=4"]
+
+
 def test_a_kill_is_told_with_its_likely_cause():
     assert "SIGKILL (out of memory?" in explain([End(0, -9, 3.0)], 2)[0]
 
