@@ -39,9 +39,12 @@ def test_every_file_that_can_change_a_run_counts_and_tests_do_not():
 
 
 def test_cards_are_read_from_nvidia_smi(tmp_path, monkeypatch):
-    rows = ["0, NVIDIA H200, 570.1, 143771, 4, 33, 0", "1, NVIDIA H200, 570.1, 143771, 4, 35, [N/A]"]
-    fake_tool(tmp_path, monkeypatch, "\n".join(f"echo '{row}'" for row in rows).replace("\n", "
-"))
+    rows = [
+        "0, NVIDIA H200, 570.1, 143771, 4, 33, 0",
+        "1, NVIDIA H200, 570.1, 143771, 4, 35, [N/A]",
+    ]
+    script = "; ".join(f"echo '{row}'" for row in rows)
+    fake_tool(tmp_path, monkeypatch, script)
     first, second = facts.gpus()["cards"]
     assert first["name"] == "NVIDIA H200"
     assert second["ecc.errors.uncorrected.volatile.total"] == "[N/A]"
