@@ -37,11 +37,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
 export PROMPT
-# Where to start. The shell that make starts sees these as variables, so no quote in them can end a
-# word of its command line.
-export HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
-PLACE = --hostfile "$$HOSTFILE" --include "$$INCLUDE" --exclude "$$EXCLUDE" --via "$$VIA" \
-  --ssh "$$SSH" --pass "$$PASS"
+# What to start and where. The shell that make starts sees these as variables, so nothing in them is
+# ever read as shell: no quote, no `;`, no command.
+export RECIPE OVERRIDES NPROC HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
+  "--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
 
 ifdef PYTHON
 READY := python-given
@@ -62,10 +62,10 @@ python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
-	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" $(PLACE) -- "recipe=$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m launch.local $(PLACE) "--overrides=$$OVERRIDES" -- "recipe=$$RECIPE"
 
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
-	@exec "$(PYTHON)" -m launch.doctor --nproc "$(NPROC)" $(PLACE)
+	@exec "$(PYTHON)" -m launch.doctor $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)

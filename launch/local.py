@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import shlex
 import signal
 import sys
 from dataclasses import dataclass
@@ -58,9 +59,10 @@ def main(arguments: list[str]) -> int:
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
+        words = all_words(options)
         if place is None:
-            return start_here(options.words, ranks or 1)
-        return start_across(options, place, ranks)
+            return start_here(words, ranks or 1)
+        return start_across(words, place, ranks)
     except UserError as error:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
@@ -72,8 +74,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
+    parser.add_argument(
+        "--overrides", default="", help="overrides as one text, quotes as in a shell"
+    )
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     return parser.parse_args(arguments)
+
+
+def all_words(options: argparse.Namespace) -> list[str]:
+    """Recipe and overrides, one word each. Raises UserError where a quote does not end."""
+    try:
+        return [*options.words, *shlex.split(options.overrides)]
+    except ValueError as error:
+        raise UserError(f"OVERRIDES={options.overrides[:200]}: {error}") from None
 
 
 def start_here(words: list[str], ranks: int) -> int:
@@ -96,13 +109,13 @@ def start_here(words: list[str], ranks: int) -> int:
     os.execv(sys.executable, [sys.executable, *entry])
 
 
-def start_across(options: argparse.Namespace, place: Place, nproc: int | None) -> int:
+def start_across(words: list[str], place: Place, nproc: int | None) -> int:
     """Ranks on many hosts: check the recipe, then the hosts, then start."""
     hosts = place.cluster.hosts
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
     per_host = ranks_per_host(hosts, nproc)
-    checked = check(options.words, per_host * len(hosts))
+    checked = check(words, per_host * len(hosts))
     recipe = checked.recipe
     refuse_split_groups(recipe, per_host)
     environment = passed(os.environ, place.named)
@@ -117,9 +130,7 @@ def start_across(options: argparse.Namespace, place: Place, nproc: int | None) -
     plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
     end_with_make()
     folder = f"runs/{recipe.run}"
-    return start.across(
-        place.cluster, plan, ["pretrain.py", *options.words], per_host, environment, folder
-    )
+    return start.across(place.cluster, plan, ["pretrain.py", *words], per_host, environment, folder)
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:

@@ -280,6 +280,36 @@ def test_a_signal_to_the_launcher_leaves_no_process_behind(tmp_path, ssh, where,
         assert "Traceback" not in output
 
 
+@pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh on this machine (Debian: pdsh)")
+def test_a_signal_leaves_no_process_behind_pdsh(tmp_path, ssh):
+    launch = Launch(tmp_path / "out", "child+wait", ssh, via="pdsh")
+    launch.started()
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 128 + signal.SIGTERM
+    assert nothing_stays(launch.out)
+
+
+def test_srun_brings_words_status_and_signals_as_ssh_does(tmp_path, ssh, monkeypatch):
+    tool = tmp_path / "srun"
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/fake_srun.py "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_ALLOCATION", "host-a,host-b.example")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    failing = Launch(tmp_path / "failing", "3@1+wait", ssh, *HARD, via="srun")
+    waiting = Launch(tmp_path / "waiting", "child+wait", ssh, via="srun")
+    for rank, content in enumerate(failing.started()):
+        assert content["argv"] == HARD
+        assert content["env"]["RANK"] == str(rank)
+    waiting.started()
+    waiting.process.send_signal(signal.SIGTERM)
+    assert waiting.end()[0] == 128 + signal.SIGTERM
+    status, output = failing.end()
+    assert status == 3
+    assert "rank 1 of 2 on host-b.example ended with exit status 3" in output
+    assert nothing_stays(tmp_path)
+
+
 def test_asked_twice_deaf_ranks_are_killed_at_once(tmp_path, ssh):
     launch = Launch(tmp_path / "out", "deaf+wait", ssh)
     launch.started()

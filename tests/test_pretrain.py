@@ -175,6 +175,22 @@ def test_make_passes_the_failure_on(clone):
     assert not (clone / "runs" / "refused").exists()
 
 
+def test_nothing_given_to_make_is_read_by_a_shell(clone, tmp_path):
+    seen = tmp_path / "seen"
+    for word in (
+        f"OVERRIDES=`touch {seen}`",
+        f"RECIPE=x;touch {seen}",
+        f"NPROC=$$(touch {seen})",
+        f"HOSTFILE=-x'\"; touch {seen}",
+    ):
+        command = ["make", "-s", f"PYTHON={sys.executable}", "pretrain", word]
+        done = run_command(command, 60, cwd=clone, PYTHONPATH=str(clone))
+        assert done.returncode == 2
+        assert "refused: " in done.stdout
+        assert "Traceback" not in done.stdout
+    assert not seen.exists()
+
+
 def test_a_run_of_another_recipe_is_never_overwritten(clone, pair):
     before = (pair / "metrics.jsonl").read_bytes()
     done = start(clone, "run=pair", "steps=3", "optim.lr=1", "seed=5", "zero=2")
