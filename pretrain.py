@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import history
-from checkpoint.choose import Keep
+from checkpoint.blocks import Damaged
+from checkpoint.choose import Keep, set_aside
 from checkpoint.comm import Ranks
 from checkpoint.commit import SaveReport, due, save
 from checkpoint.restore import Loaded, load
@@ -45,7 +46,7 @@ from runtime.clock import StepClock, cuda_clock
 from runtime.engine import Draw, Engine, build, decoder_config, initial
 from runtime.learning_rate import learning_rate
 from runtime.record import Finished, Record
-from runtime.resuming import compare, standing
+from runtime.resuming import compare, read_state, standing
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
@@ -87,6 +88,7 @@ class Run:
     ranks: Ranks  # for checkpoints, beside training's own group
     lock: Any  # held as long as the run lives
     loaded: Loaded | None
+    origin: str | None  # where the weights of step 0 came from, where it was not chance
     changes: list[Change]
     warnings: list[str]
 
@@ -114,47 +116,60 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after)
+    stands = standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
     if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step)
+        say_finished(recipe, stands.step, settled.total_steps)
         return None
-    draw, notes = starting_weights(recipe, stands.step, stream)
+    draw, origin, notes = starting_weights(recipe, stands.step, stream)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    ranks = Ranks()
+    one_origin(ranks, recipe, origin)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
     lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     engine = build(recipe, layout, settled.config, me, draw)
-    ranks = Ranks()
     run = Run(
         recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
-        None, stands.changes, [*warnings, *notes],
+        None, origin, stands.changes, [*warnings, *notes],
     )  # fmt: skip
     if stands.step:
         restore(run)
     return run
 
 
-def say_finished(recipe: Recipe, step: int) -> None:
+def say_finished(recipe: Recipe, step: int, total_steps: int) -> None:
     """A run that has nothing left to do says so and ends well."""
     if process.launched_rank() == 0:
+        further = "give more steps with allow=[steps]"
+        if step < total_steps:
+            further = f"take stop_after={recipe.stop_after} away ({total_steps} steps are planned)"
         print(
-            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on, give"
-            " more steps with allow=[steps]; to start again, resume=fresh or another run=NAME"
+            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on,"
+            f" {further}; to start again, resume=fresh or another run=NAME"
         )
 
 
-def starting_weights(recipe: Recipe, step: int, stream: Stream) -> tuple[Draw | None, list[str]]:
-    """Where the weights come from, and a note: a checkpoint of this run, `init_from`, or chance."""
+def starting_weights(
+    recipe: Recipe, step: int, stream: Stream
+) -> tuple[Draw | None, str | None, list[str]]:
+    """Where the weights come from: how to draw them, the exact origin, notes. A checkpoint of this
+    run, else `init_from`, else chance."""
     if step:
         if recipe.init_from is None:
-            return None, []
-        return None, [f"init_from={recipe.init_from} began this run, which goes on from its own"]
+            return None, None, []
+        return None, None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
     if recipe.init_from is None:
-        return initial, []
+        return initial, None, []
     weights = weights_from(str(ROOT / recipe.init_from))
+    own = (ROOT / "runs" / recipe.run).resolve()
+    if recipe.resume == "fresh" and weights.folder.resolve().is_relative_to(own):
+        raise UserError(
+            f"init_from={recipe.init_from} lies in the folder that resume=fresh sets aside; choose"
+            f" another name (run={recipe.run}-2)"
+        )
     check_fit(weights, recipe.model)
     check_names(weights, decoder_config(recipe))
     if weights.tokenizer is not None:
@@ -163,7 +178,18 @@ def starting_weights(recipe: Recipe, step: int, stream: Stream) -> tuple[Draw | 
     def draw(name, shape, seed, config, rows):
         return weights.read_rows(name, rows.start, rows.stop)
 
-    return draw, [f"weights from {weights.label}; optimizer, schedule and data start anew"]
+    origin = weights.label.removeprefix(f"{ROOT}/")
+    return draw, origin, [f"weights from {origin}; optimizer, schedule and data start anew"]
+
+
+def one_origin(ranks: Ranks, recipe: Recipe, origin: str | None) -> None:
+    """Raise UserError where the ranks chose different weights; a collective."""
+    found = sorted({str(one) for one in ranks.exchange(origin, "init_from")})
+    if len(found) > 1:
+        raise process.Shared(
+            f"init_from={recipe.init_from}: the ranks found {' and '.join(found)}, because that run"
+            " is training; name the step"
+        )
 
 
 def check_tokenizer(folder: Path, stream: Stream) -> None:
@@ -180,15 +206,23 @@ def check_tokenizer(folder: Path, stream: Stream) -> None:
 
 def restore(run: Run) -> None:
     """Fill the engine from the newest whole checkpoint; a collective."""
-    run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
-    state = RunState.from_dict(run.loaded.state)
-    # The manifest that was looked at before may not be the one that was whole.
-    run.changes = compare(
-        run.loaded.state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
-    )
+    try:
+        run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
+        state = read_state(run.loaded.state, run.loaded.folder)
+        # The manifest that was looked at before may not be the one that was whole.
+        run.changes = compare(
+            state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
+        )
+    except UserError as error:
+        raise process.Shared(*error.problems) from None
+    damaged = [path for path, _ in run.loaded.damaged]
+    run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
-        restore_random_states(run.loaded.local["random"], run.process.device)
+        try:
+            restore_random_states(run.loaded.local.get("random", {}), run.process.device)
+        except Damaged as damage:
+            raise UserError(f"{run.loaded.folder}: {damage}") from None
 
 
 def train(run: Run) -> None:
@@ -339,7 +373,7 @@ def open_record(run: Run) -> Record:
         run.stream.schedule.tokens_after,
         run.after_step,
     )
-    history.begin(run.folder, run.recipe.init_from)
+    history.begin(run.folder, run.origin)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))

@@ -109,22 +109,26 @@ def read_ledger(folder: Path) -> Iterator[dict]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise UserError(
-                    f"{path}:{number}: expected a line of JSON, found {line[:80]!r}"
-                ) from None
+            yield _parsed(path, number, line)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise UserError(f"{path}:{number}: expected a line of JSON, found {line[:80]!r}") from None
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Remove the lines past `step`, which stand at the end: lines are in order of step."""
+    """Remove the lines past `step`, which stand at the end: lines are in order of step. Raises
+    UserError for a damaged one.
+    """
     if not path.is_file():
         return
     kept = 0
     with open(path, "r+b") as file:
-        for line in file:
-            if json.loads(line)["step"] > step:
+        for number, line in enumerate(file, start=1):
+            if _parsed(path, number, line)["step"] > step:
                 break
             kept += len(line)
         file.truncate(kept)

@@ -40,7 +40,7 @@ from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-REFUSED = 93
+FAILED, REFUSED = 1, 93
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -67,6 +67,9 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
+    except OSError as error:  # a file system that went away, a folder in place of a file
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -98,15 +101,20 @@ def start_here(words: list[str], ranks: int) -> int:
     for lock in remove_stale_locks(os.environ):
         print(f"removed a lock that a killed build left behind: {lock}", file=sys.stderr)
     end_with_make()
-    entry = [str(ROOT / "pretrain.py"), *words]
+    command = command_of(words)
     if ranks > 1:
-        return start.here(entry, ranks, ROOT, ROOT / "runs" / recipe.run, port)
+        return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)
     for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
         os.environ.pop(name, None)
     # As for several ranks: see launch.agent.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.execv(sys.executable, [sys.executable, *entry])
+    os.execv(command[0], command)
+
+
+def command_of(words: list[str]) -> list[str]:
+    """The process that trains."""
+    return [sys.executable, str(ROOT / "pretrain.py"), *words]
 
 
 def start_across(words: list[str], place: Place, nproc: int | None) -> int:
@@ -171,7 +179,7 @@ def check(words: list[str], ranks: int) -> Checked:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), schedule.tokens_after)
+    standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)
 

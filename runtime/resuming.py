@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.manifest import committed, read_manifest
+from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
 from checkpoint.resume import Change, check_resume
+from checkpoint.state import RunState
 from recipes.schema import Recipe, UserError
+from runtime.records import read_events
 
 # What makes a folder under runs/ a run of ours.
 MARK = "recipe.yaml"
@@ -37,8 +39,10 @@ def standing(
     recipe: Recipe,
     data_state: dict[str, Any],
     tokens_after: Callable[[int], int],
+    last_step: int,
 ) -> Standing:
-    """What `folder` says about starting `recipe`; `tokens_after` is its batch schedule's.
+    """What `folder` says about starting `recipe`, which ends after `last_step`; `tokens_after` is
+    its batch schedule's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -49,24 +53,54 @@ def standing(
             f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
             " name, or remove it"
         )
-    state = newest_state(folder)
+    state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state["step"], compare(state, recipe, data_state, tokens_after))
+    return Standing(False, state.step, compare(state, recipe, data_state, tokens_after))
 
 
-def newest_state(folder: Path) -> dict[str, Any] | None:
-    """State of the newest checkpoint whose manifest can be read; None where there is none."""
-    for _, path in reversed(committed(folder / "checkpoints")):
+def newest_state(folder: Path, last_step: int) -> RunState | None:
+    """State of the newest checkpoint whose manifest holds; None where none was ever saved.
+
+    One that would end the run must have its files, too: nobody will load it and notice. Others are
+    not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
+    and none can be gone on from.
+    """
+    checkpoints, damaged = folder / "checkpoints", []
+    for _, path in reversed(committed(checkpoints)):
         try:
-            return read_manifest(path).state
-        except Damaged:
-            continue  # said aloud when it is loaded
+            manifest = read_manifest(path)
+            problems = size_problems(path, manifest) if manifest.step >= last_step else []
+        except Damaged as damage:
+            problems = damage.problems
+        if not problems:
+            return read_state(manifest.state, path)
+        damaged.append((path, problems))  # said aloud when the older one is loaded
+    if damaged:
+        raise none_is_whole(damaged)
+    saved = read_events(folder, "saved")
+    if saved:
+        raise UserError(
+            f"run={folder.name}: a checkpoint of step {saved[-1].get('step')} was saved, but"
+            f" {checkpoints} holds none: put them back (is a disk not mounted?), or start from step"
+            " 0 with resume=fresh"
+        )
     return None
 
 
+def read_state(values: dict[str, Any], path: Path) -> RunState:
+    """The state in a manifest of `path`. Raises UserError: it is whole, so it is of another
+    version."""
+    try:
+        return RunState.from_dict(values)
+    except Damaged as damage:
+        raise UserError(
+            f"{path}: {damage}; another version of the project wrote it: go on with that one"
+        ) from None
+
+
 def compare(
-    state: dict[str, Any],
+    state: RunState,
     recipe: Recipe,
     data_state: dict[str, Any],
     tokens_after: Callable[[int], int],
@@ -75,11 +109,11 @@ def compare(
 
     Raises UserError with every one that is not allowed.
     """
-    stored = state["recipe"] | {"identity": identity(state["data"])}
-    now = dataclasses.asdict(recipe) | {"identity": identity(data_state)}
+    stored = with_data(state.recipe, state.data)
+    now = with_data(dataclasses.asdict(recipe), data_state)
     verdict = check_resume(stored, now, recipe.allow)
     problems = list(verdict.problems)
-    step, trained = state["step"], state["tokens"]
+    step, trained = state.step, state.tokens
     if tokens_after(step) != trained:
         problems.append(
             f"batch_tokens={recipe.batch_tokens} would put step {step} at {tokens_after(step)}"
@@ -91,6 +125,9 @@ def compare(
     return verdict.changes
 
 
-def identity(data_state: dict[str, Any]) -> dict[str, Any]:
-    """What of the data is fixed for a run: which corpora, and the version of their order."""
-    return {key: data_state[key] for key in ("order_version", "corpora")}
+def with_data(recipe: dict[str, Any], data_state: dict[str, Any]) -> dict[str, Any]:
+    """A nested recipe with what it does not say of its data: which corpora, the version of their
+    order, the window that is permuted (by default the length of sequences)."""
+    data = recipe["data"] | {"window_tokens": data_state["window_tokens"]}
+    identity = {key: data_state[key] for key in ("order_version", "corpora")}
+    return recipe | {"data": data, "identity": identity}
