@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import processes_in
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 
 from launch.carriers import carriers, is_here
 from launch.cluster import Cluster
@@ -122,7 +122,7 @@ class Launch:
 
     def started(self) -> list[dict]:
         """What both ranks were given, as soon as they run."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * PATIENCE
         files = [self.out / f"{rank}.json" for rank in range(2)]
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, "the ranks did not start"
@@ -130,7 +130,7 @@ class Launch:
         return [json.loads(file.read_text()) for file in files]
 
     def end(self, timeout_s: float = 40) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=timeout_s)
+        output, _ = self.process.communicate(timeout=timeout_s * PATIENCE)
         return self.process.returncode, output
 
 
@@ -139,7 +139,7 @@ def left_behind(out: Path) -> list:
 
 
 def nothing_stays(out: Path, within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + within_s * PATIENCE
     while left_behind(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not left_behind(out)

@@ -14,7 +14,7 @@ import namespaces
 import pytest
 from clones import SMALL, make_clone, start
 from namespaces import Hosts, processes_in
-from ranks import environment, run_command
+from ranks import PATIENCE, environment, run_command
 
 from runtime.records import read_metrics
 
@@ -56,7 +56,7 @@ def run_on(hosts, clone, ssh, count, *words, module="launch.local", timeout_s=15
 
 
 def nothing_stays(clone: Path, within_s: float = 15) -> bool:
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + within_s * PATIENCE
     while processes_in(clone) and time.monotonic() < deadline:
         time.sleep(0.2)
     return not processes_in(clone)
@@ -96,13 +96,13 @@ def test_a_killed_rank_of_another_host_ends_the_run_and_is_named(clone, three):
     )
     log = clone / "runs" / "killed" / "logs" / "rank-00001.log"
     metrics = clone / "runs" / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 90 * PATIENCE
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline, process.poll()
         time.sleep(0.2)
     (pid,) = [int(word.rstrip(",")) for word in log.read_text().split("process ")[1].split()[:1]]
     os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60 * PATIENCE)
     assert process.returncode == 128 + signal.SIGKILL, output
     told = output[output.index("failed:") :].splitlines()
     assert "rank 1 of 2 on node2 was killed by SIGKILL" in told[0]
