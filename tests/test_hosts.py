@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -97,12 +98,15 @@ def test_a_killed_rank_of_another_host_ends_the_run_and_is_named(clone, three):
     log = clone / "runs" / "killed" / "logs" / "rank-00001.log"
     metrics = clone / "runs" / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 90 * PATIENCE
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline, process.poll()
-        time.sleep(0.2)
-    (pid,) = [int(word.rstrip(",")) for word in log.read_text().split("process ")[1].split()[:1]]
-    os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60 * PATIENCE)
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline, process.poll()
+            time.sleep(0.2)
+        pid = int(re.search(r"process (\d+)", log.read_text()).group(1))
+        os.kill(pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60 * PATIENCE)
+    finally:
+        process.terminate()
     assert process.returncode == 128 + signal.SIGKILL, output
     told = output[output.index("failed:") :].splitlines()
     assert "rank 1 of 2 on node2 was killed by SIGKILL" in told[0]
