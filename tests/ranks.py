@@ -59,8 +59,8 @@ def run_command(
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(
-            f"no end after {timeout_s * PATIENCE:.0f} s: likely one rank waits in a collective that another never"
-            f" reached, or the machine is overloaded.\n{' '.join(command)}\n{output[-4000:]}"
+            f"no end after {timeout_s * PATIENCE:.0f} s: likely one rank waits in a collective that"
+            f" another never reached, or the machine is overloaded.\n{' '.join(command)}\n{output[-4000:]}"
         ) from None
     return subprocess.CompletedProcess(command, process.returncode, output)
 
