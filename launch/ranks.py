@@ -30,6 +30,7 @@ LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
 GRACE_S = 30.0  # from a request to stop to SIGKILL; a rank may be saving
+FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
 KEPT_LINES = 200
 LONGEST_LINE = 65_536
 
@@ -74,21 +75,22 @@ class RunLogs:
     def write(self, name: str, line: bytes) -> None:
         """Add a line to the log `name`; a full disk costs the log, not the run."""
         with self._guard:
-            waiting = self._waiting.setdefault(name, deque(maxlen=10_000))
-            waiting.append(line)
-            try:
-                file = self._files.get(name) or self._open(name)
-                if file:
-                    file.write(b"".join(waiting))
-                    waiting.clear()
-            except OSError:
-                pass
+            self._waiting.setdefault(name, deque(maxlen=10_000)).append(line)
+        self.flush(name)
+
+    def flush(self, *names: str) -> None:
+        """Write what waits, of all logs or of some, if the folder has come."""
+        with self._guard:
+            for name in names or tuple(self._waiting):
+                waiting = self._waiting[name]
+                with contextlib.suppress(OSError):
+                    if waiting and (file := self._files.get(name) or self._open(name)):
+                        file.write(b"".join(waiting))
+                        waiting.clear()
 
     def close(self) -> None:
-        """End all files, first opening those whose folder has come since their last line."""
-        for name, waiting in list(self._waiting.items()):
-            if waiting:
-                self.write(name, waiting.pop())
+        """End all files."""
+        self.flush()
         for file in self._files.values():
             file.close()
 
@@ -169,12 +171,15 @@ class Ranks:
 
     def wait(self) -> list[End]:
         """Until no rank lives: the ends of all, in the order in which they came."""
-        kill_at, signalled = None, None
+        kill_at, signalled, flush_at = None, None, 0.0
         try:
             while len(self._ends) < len(self._processes):
                 with self._events:
                     self._events.wait(0.1)
                 now = time.monotonic()
+                if now >= flush_at:
+                    self._logs.flush()
+                    flush_at = now + FLUSH_S
                 if self._asked is not None and signalled is None:
                     signalled = self._asked
                     self._signal(signalled)

@@ -60,7 +60,8 @@ def run_command(
         output, _ = process.communicate()
         raise AssertionError(
             f"no end after {timeout_s * PATIENCE:.0f} s: likely one rank waits in a collective that"
-            f" another never reached, or the machine is overloaded.\n{' '.join(command)}\n{output[-4000:]}"
+            " another never reached, or the machine is overloaded.\n"
+            f"{' '.join(command)}\n{output[-4000:]}"
         ) from None
     return subprocess.CompletedProcess(command, process.returncode, output)
 

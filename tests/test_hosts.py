@@ -99,7 +99,7 @@ def test_a_killed_rank_of_another_host_ends_the_run_and_is_named(clone, three):
     metrics = clone / "runs" / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 90 * PATIENCE
     try:
-        while not (metrics.exists() and metrics.stat().st_size):
+        while not (metrics.exists() and metrics.stat().st_size and log.exists()):
             assert time.monotonic() < deadline, process.poll()
             time.sleep(0.2)
         pid = int(re.search(r"process (\d+)", log.read_text()).group(1))
