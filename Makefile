@@ -4,12 +4,19 @@
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #   RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
 
 RECIPE ?= tiny
-NPROC ?= 1
+NPROC ?=
+HOSTFILE ?=
+INCLUDE ?=
+EXCLUDE ?=
+VIA ?=
+SSH ?=
+PASS ?=
 OVERRIDES ?=
 WORLD ?=
 FIND ?=
@@ -37,7 +44,8 @@ CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
+	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -49,11 +57,11 @@ LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
-# Read as they were typed: neither make nor the shell looks for $, braces or * in them; Python splits
-# OVERRIDES by the shell's rules for quotes.
-override OVERRIDES := $(value OVERRIDES)
-override PROMPT := $(value PROMPT)
-export OVERRIDES PROMPT IN OUT TOKENIZER CORPUS
+# What to start and where. The shell that make starts sees these as variables, so nothing in them is
+# ever read as shell: no quote, no `;`, no command.
+export RECIPE OVERRIDES NPROC HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
+  "--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
 
 ifdef PYTHON
 READY := python-given
@@ -63,7 +71,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given \
-	corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff
+	corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -74,8 +82,11 @@ help: ## this list
 python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
-pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
-	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" "--overrides=$$OVERRIDES" -- "recipe=$(RECIPE)"
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
+	@exec "$(PYTHON)" -m launch.local $(PLACE) "--overrides=$$OVERRIDES" -- "recipe=$$RECIPE"
+
+doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
+	@exec "$(PYTHON)" -m launch.doctor $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"

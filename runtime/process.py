@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.schema import Cluster, UserError
+from runtime import meeting
 
-# torchrun's default port, used under SLURM with the job number added so that two jobs on one host
-# do not meet.
-BASE_PORT = 29500
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
 PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
@@ -87,10 +85,16 @@ def start(cluster: Cluster) -> Process:
         torch.set_num_threads(
             cluster.threads or max(1, len(os.sched_getaffinity(0)) // local_world)
         )
-    _export(rank, world, local_rank, local_world, device)
+    ports = meeting.ports(os.environ)
+    _export(rank, world, local_rank, local_world, ports[0], device)
     options = {}
     if world == 1:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif not meeting.has_agent_store():
+        name = meeting.job_name(os.environ, world)
+        address = os.environ["MASTER_ADDR"]
+        store = meeting.meet(address, ports, name, rank, world, cluster.timeout_s)
+        options = {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=cluster.timeout_s),
@@ -254,7 +258,9 @@ def _slurm_tasks_per_node() -> int:
     return int(found.group()) if found else 1_000_000
 
 
-def _export(rank: int, world: int, local_rank: int, local_world: int, device: torch.device) -> None:
+def _export(
+    rank: int, world: int, local_rank: int, local_world: int, port: int, device: torch.device
+) -> None:
     """Set what torch.distributed and DeepSpeed read, where the launcher has not."""
     values = {
         "RANK": rank,
@@ -262,7 +268,7 @@ def _export(rank: int, world: int, local_rank: int, local_world: int, device: to
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world,
         "MASTER_ADDR": _slurm_first_host() if _under_srun() else "127.0.0.1",
-        "MASTER_PORT": BASE_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000,
+        "MASTER_PORT": port,
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
