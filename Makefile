@@ -57,11 +57,14 @@ LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
-# What to start and where. The shell that make starts sees these as variables, so nothing in them is
-# ever read as shell: no quote, no `;`, no command.
-export RECIPE OVERRIDES NPROC HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+# Read as they were typed: make looks for no $ in them, and the shell that it starts sees them as
+# variables, so no brace, quote, * or ; in them is ever its own. Python splits OVERRIDES by the
+# shell's rules for quotes and blanks.
+$(foreach name,$(filter $(KNOWN),$(GIVEN)),$(eval override $(name) := $$(value $(name))))
+export $(filter-out PYTHON TESTS RANK,$(KNOWN))
 PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
-  "--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
+	"--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
+WORDS = "--overrides=$$OVERRIDES" --
 
 ifdef PYTHON
 READY := python-given
@@ -83,69 +86,68 @@ python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
-	@exec "$(PYTHON)" -m launch.local $(PLACE) "--overrides=$$OVERRIDES" -- "recipe=$$RECIPE"
+	@exec "$(PYTHON)" -m launch.local $(PLACE) $(WORDS) "recipe=$$RECIPE"
 
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
 	@exec "$(PYTHON)" -m launch.doctor $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
-	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
+	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$$WORLD") $(WORDS) "$$RECIPE"
 
 recipes: $(READY) ## the recipes, with size and layout
 	@exec "$(PYTHON)" -m recipes.list
 
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
-	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$(FIND)")
+	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$$FIND")
 
 checkpoints: $(READY) ## the checkpoints of RUN
-	@exec "$(PYTHON)" -m checkpoint.list "$(RUN)"
+	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
 
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.verify "$(RUN)" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
 
 export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.export "$(RUN)" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec "$(PYTHON)" -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
+	@exec "$(PYTHON)" -m checkpoint.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
 
 # One thread of the tokenizer for each worker process.
 corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
 	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m data.ingest --in "$$IN" --out "$$OUT" \
-	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$(WORKERS)") -- $(OVERRIDES)
+	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$$WORKERS") $(WORDS)
 
 corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER=
-	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" -- $(OVERRIDES)
+	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" $(WORDS)
 
 corpus-verify: $(READY) ## read every byte of CORPUS and compare (WORKERS=)
-	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$(WORKERS)")
+	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$$WORKERS")
 
 corpus-info: $(READY) ## what CORPUS holds, how it was made, what was dropped
 	@exec "$(PYTHON)" -m data.info "$$CORPUS"
 
 tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob=value")
-	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$(VOCAB)" \
-	  $(if $(OUT),--out "$$OUT") -- $(OVERRIDES)
+	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$$VOCAB" \
+	  $(if $(OUT),--out "$$OUT") $(WORDS)
 
 compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
-	@exec "$(PYTHON)" -m compare.sweep $(if $(RUNS),--runs "$(RUNS)") --recipe "$(RECIPE)" --nproc "$(NPROC)" \
-	  --sweep "$(SWEEP)" $(if $(STEPS),--steps "$(STEPS)") $(if $(REPEATS),--repeats "$(REPEATS)") \
-	  $(if $(NAME),--name "$(NAME)") -- $(OVERRIDES)
+	@exec "$(PYTHON)" -m compare.sweep $(if $(RUNS),--runs "$$RUNS") --recipe "$$RECIPE" $(if $(NPROC),--nproc "$$NPROC") \
+	  --sweep "$$SWEEP" $(if $(STEPS),--steps "$$STEPS") $(if $(REPEATS),--repeats "$$REPEATS") \
+	  $(if $(NAME),--name "$$NAME") $(WORDS)
 
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
-	@exec "$(PYTHON)" -m compare.profile --run "$(RUN)" $(if $(filter command,$(origin NPROC)),--nproc "$(NPROC)") \
-	  $(if $(STEPS),--steps "$(STEPS)") -- $(OVERRIDES)
+	@exec "$(PYTHON)" -m compare.profile --run "$$RUN" $(if $(NPROC),--nproc "$$NPROC") \
+	  $(if $(STEPS),--steps "$$STEPS") $(WORDS)
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
-	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$(PORT)"
+	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
 
 audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
-	@exec "$(PYTHON)" -m data.audit "$(RUN)" $(if $(STEP),--step "$(STEP)") $(if $(DOC),--doc "$(DOC)") $(if $(TEXT),--text) $(if $(EVERY),--every "$(EVERY)")
+	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
-	@exec "$(PYTHON)" -m data.audit "$(A)" --diff "$(B)"
-
+	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"
 
 test: $(READY) ## the whole test suite
 	@exec "$(PYTHON)" -m pytest $(TESTS)

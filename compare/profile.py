@@ -26,7 +26,7 @@ from typing import Any
 
 from compare.folder import ROOT, RUNS
 from compare.report import pipes
-from recipes.schema import UserError, read_ranks, read_steps
+from recipes.schema import UserError, read_ranks, read_steps, split_words
 from recipes.table import table
 from runtime.event_files import EventFiles
 from runtime.records import read_metrics
@@ -53,9 +53,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="*", help="overrides")
     options = parser.parse_args(arguments)
     try:
+        options.words += split_words("OVERRIDES", options.overrides)
         command, folder = prepare(options)
     except UserError as error:
         for problem in error.problems:

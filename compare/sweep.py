@@ -40,7 +40,7 @@ from compare.variants import (
     read_count,
 )
 from data.schedule import read_schedule
-from recipes.schema import UserError, read_ranks
+from recipes.schema import UserError, read_ranks, split_words
 from runtime.settle import settle
 
 FAILED, REFUSED, INTERRUPTED = 1, 93, 130
@@ -56,9 +56,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
     parser.add_argument("--repeats", default="3")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="*", help="overrides of every variant")
     options = parser.parse_args(arguments)
     try:
+        options.words += split_words("OVERRIDES", options.overrides)
         if options.runs is not None:
             return compare_runs(options)
         return compare_variants(options)

@@ -34,7 +34,7 @@ from data.shardfile import PublishedFile, ShardWriter, sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
 from data.writer import SHARD_BYTES, hash_limit
-from recipes.schema import UserError
+from recipes.schema import UserError, split_words
 
 
 @dataclass(frozen=True)
@@ -357,6 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="source", required=True, help="prefix, file, folder or glob")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--tokenizer", help="folder with tokenizer.json")
+    parser.add_argument("--overrides", default="", help="settings as one text")
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)
 
@@ -368,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(
                 "IN= and OUT= must be given, OUT as a new folder (see docs/own-data.md)"
             )
-        settings = read_words(ImportSettings, options.settings, "make corpus-import")
+        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
+        settings = read_words(ImportSettings, words, "make corpus-import")
         name = options.tokenizer
         tokenizer = open_tokenizer(name, settings.eod) if name else None
         manifest = import_corpus(options.source, options.out, tokenizer, settings, say)

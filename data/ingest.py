@@ -41,7 +41,7 @@ from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
 from data.workers import run_tasks
 from data.writer import hash_limit
-from recipes.schema import UserError
+from recipes.schema import UserError, split_words
 
 # Below it one process is done before workers have started: bytes of text, of tokens.
 FEW_TEXT_BYTES, FEW_BYTES = 1 << 20, 64 << 20
@@ -366,6 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with tokenizer.json, or bytes")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--overrides", default="", help="settings as one text")
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)
     start = time.monotonic()
@@ -383,7 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
             problems.append(f"WORKERS={options.workers}: is not 1 or more")
         if problems:
             raise UserError(*problems)
-        settings = read_settings(options.settings)
+        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
+        settings = read_settings(words)
         tokenizer = open_tokenizer(options.tokenizer, settings.eod)
         out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, say)

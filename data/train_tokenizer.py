@@ -23,7 +23,7 @@ from data.settings import Settings, read_settings
 from data.tokenizer import TextTokenizer, train_bpe
 from data.workers import progress_bar
 from data.writer import hash_limit
-from recipes.schema import UserError
+from recipes.schema import UserError, split_words
 
 MOST_BYTES = 1 << 30  # of input: words are counted in memory
 LEAST_VOCAB, MOST_VOCAB = 257, 1 << 24  # 256 bytes and the end token
@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
     parser.add_argument("--vocab", type=int, required=True, help="number of tokens")
     parser.add_argument("--out", type=Path, help="folder, default corpora/tokenizer-VOCAB")
+    parser.add_argument("--overrides", default="", help="settings as one text")
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)
     out = options.out or Path("corpora") / f"tokenizer-{options.vocab}"
@@ -104,7 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if os.path.lexists(out):
             raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
-        tokenizer = train(options.source, options.vocab, read_settings(options.settings), say)
+        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
+        tokenizer = train(options.source, options.vocab, read_settings(words), say)
         tokenizer.save(out)
     except UserError as error:
         print(error, file=sys.stderr)
