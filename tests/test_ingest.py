@@ -174,7 +174,8 @@ def test_an_empty_part_is_refused_with_the_counts(tmp_path, num):
 
 # Every call that makes something durable is a place where the build is killed before it.
 KILLED = """
-import os, pathlib, shutil, sys
+import os, pathlib, sys
+import pandas  # pyarrow looks for it; here once, not again in every child
 sys.path[:0] = ["tests"]
 from test_writer import digest
 from text_inputs import build
