@@ -1,4 +1,4 @@
-"""Building corpora that recipes name, once and whole: `python -m data.build [sotu|synthetic]
+"""Building corpora that recipes name, once and whole: `python -m data.build [sotu|stdlib|synthetic]
 [folder]`.
 
 Its one rule: a corpus folder appears complete or not at all. Everything is written into a temporary
@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data import sotu, synthetic
+from data import sotu, stdlib, synthetic
 from data.corpus import MANIFEST, read_manifest
 from data.shardfile import sync_folder
 from recipes.schema import Source, UserError
 
 BUILDERS: dict[str, Callable[[Path, Callable[[str], None]], dict]] = {
     "sotu": sotu.build,
+    "stdlib": stdlib.build,
     "synthetic": synthetic.build,
 }
 

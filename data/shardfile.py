@@ -110,6 +110,10 @@ class ShardWriter:
         self._sequences.discard()
 
     def _check_range(self, ids: np.ndarray) -> None:
+        if ids.dtype.kind not in "iu":
+            raise UserError(
+                f"{self.prefix}: token ids are {ids.dtype.name}, not whole numbers; 1.5 is no id"
+            )
         low, high = int(ids.min()), int(ids.max())
         limit = np.iinfo(self.dtype).max
         if low < 0 or high > limit:
