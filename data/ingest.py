@@ -31,7 +31,7 @@ from data.corpus import MANIFEST, read_manifest
 from data.encoding import EngineDiffers, choose_engine
 from data.held_out import held_digests
 from data.indexed import token_dtype
-from data.inputs import InputFile, check_unchanged, find_inputs, plan_units
+from data.inputs import InputFile, Unit, check_unchanged, find_inputs, plan_units
 from data.publish import Made, file_hash, summaries, write_fields
 from data.reading import check_columns, read_unit
 from data.report import report_lines
@@ -150,7 +150,7 @@ class _Build:
         """Identity of input, tokenizer and settings, without reading the input."""
         held = self.settings.held_out
         what = [
-            [unit.identity() for unit in self.units],
+            Unit(tuple(self.files)).identity(),
             asdict(replace(self.settings, engine="auto", held_out=None)),
             file_hash(Path(held)) if held else None,
             self.fingerprint,

@@ -50,7 +50,7 @@ def mixed(tmp_path):
 
 def test_workers_and_units_do_not_change_a_byte(mixed, tmp_path, small_units, monkeypatch):
     words = ("valid=0.2", "shard_mib=1", "id=id")
-    manifest = build(mixed, tmp_path / "one", *words)
+    build(mixed, tmp_path / "one", *words)
     monkeypatch.setattr(ingest, "FEW_TEXT_BYTES", 0)
     for workers in (2, 7):
         # Shards of a small corpus are written without workers; once here with them.
@@ -59,7 +59,7 @@ def test_workers_and_units_do_not_change_a_byte(mixed, tmp_path, small_units, mo
         assert digest(tmp_path / f"w{workers}") == digest(tmp_path / "one")
     monkeypatch.setattr(inputs, "UNIT_BYTES", 1 << 20)
     build(mixed, tmp_path / "large", *words)
-    assert read_manifest(tmp_path / "large")["corpus_id"] == manifest["corpus_id"]
+    assert digest(tmp_path / "large") == digest(tmp_path / "one")
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".work")] == []
 
 
@@ -174,7 +174,8 @@ def test_an_empty_part_is_refused_with_the_counts(tmp_path, num):
 
 # Every call that makes something durable is a place where the build is killed before it.
 KILLED = """
-import os, pathlib, shutil, sys
+import os, pathlib, sys
+import pandas  # pyarrow looks for it; here once, not again in every child
 sys.path[:0] = ["tests"]
 from test_writer import digest
 from text_inputs import build
@@ -246,12 +247,12 @@ def test_workers_of_a_killed_build_end_and_the_next_one_uses_what_they_finished(
     texts = [f"{i} " + "some words to tokenize " * 200 for i in range(400)]
     source = write_files(tmp_path / "in", {"x.jsonl": json_lines(texts)})
     command = [sys.executable, "-c", SLOW, "--in", str(source), "--tokenizer", "bytes"]
-    command += ["--workers", "2", "--out"]
+    command += ["valid=0.01", "--workers", "2", "--out"]
     process = subprocess.Popen(
         [*command, str(tmp_path / "c")], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
     work = tmp_path / ".c.work" / "units"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150
     while sum(not p.name.endswith(".tmp") for p in (work.iterdir() if work.is_dir() else ())) < 5:
         assert time.monotonic() < end, "no unit was finished in time"
         time.sleep(0.005)
@@ -269,7 +270,7 @@ def test_workers_of_a_killed_build_end_and_the_next_one_uses_what_they_finished(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr
