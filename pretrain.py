@@ -43,8 +43,11 @@ from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
-from runtime.engine import Draw, Engine, build, decoder_config, initial
+from runtime.communication import Counter, bytes_by_kind
+from runtime.engine import Draw, Engine, build, decoder_config, initial, untrained
 from runtime.learning_rate import learning_rate
+from runtime.memory import peak_gib
+from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.resuming import compare, read_state, standing
 from runtime.settle import Settled, settle
@@ -91,6 +94,7 @@ class Run:
     origin: str | None  # where the weights of step 0 came from, where it was not chance
     changes: list[Change]
     warnings: list[str]
+    counter: Counter | None  # of communication, where the recipe asks for it
 
     @property
     def after_step(self) -> int:
@@ -103,6 +107,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     None when the run is finished already.
     """
+    process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -116,7 +121,7 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
+    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step, settled.total_steps)
         return None
@@ -125,6 +130,7 @@ def prepare(arguments: list[str]) -> Run | None:
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
     one_origin(ranks, recipe, origin)
     is_fresh = recipe.resume == "fresh"
@@ -133,7 +139,7 @@ def prepare(arguments: list[str]) -> Run | None:
     engine = build(recipe, layout, settled.config, me, draw)
     run = Run(
         recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
-        None, origin, stands.changes, [*warnings, *notes],
+        None, origin, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
@@ -210,9 +216,7 @@ def restore(run: Run) -> None:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(
-            state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
-        )
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
     except UserError as error:
         raise process.Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
@@ -242,9 +246,15 @@ def loop(run: Run, record: Record | None) -> None:
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
-        record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
+        record.ledger if record else None,
+        lambda own: gather_hashes(own, me.device),
+        LEDGER_EVERY,
+        [layout.coordinates(rank).data for rank in range(layout.world)],
+        run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    last_save = last_step if recipe.checkpoint.at_end else 0
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -253,24 +263,33 @@ def loop(run: Run, record: Record | None) -> None:
     ) as batches:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
-            with clock.phase("data"):
+            profiler.begin(step)
+            with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
-            result = engine.train_step(
-                micro_batches, data.num_targets, data.num_tokens, clock.phase
-            )
+            if run.counter:
+                run.counter.take()  # what came before belongs to no step
+            if data.is_update:
+                result = engine.train_step(
+                    micro_batches, data.num_targets, data.num_tokens, profiler.phase
+                )
+            else:  # data.skip: the step counts, the weights stay
+                result = untrained(data.num_tokens, me.device)
+            sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
-                with clock.phase("eval"):
+                with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in run.held_out
                     )
-            finished = Finished(data, lr, result, clock.finish(), val_loss)
+            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            profiler.end(step)
 
             collector.add(data)
-            skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
+            if data.is_update:
+                skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
             skipped_steps += result.skipped
             if record:
                 if late:
@@ -278,8 +297,11 @@ def loop(run: Run, record: Record | None) -> None:
                 late = finished
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
+                if data.quarantined:
+                    record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            if is_stuck or due(step, recipe.checkpoint.interval, last_step):
+            is_saved = due(step, recipe.checkpoint.interval, last_save)
+            if is_stuck or is_saved or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -289,15 +311,16 @@ def loop(run: Run, record: Record | None) -> None:
                 if record:
                     record.close("stopped")
                 raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
-            if due(step, recipe.checkpoint.interval, last_step):
+            if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
-                with clock.phase("save"):
+                with profiler.phase("save"):
                     report = save_checkpoint(run, step, health)
                 if record:
                     record.saved(report)
+    peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished")
-    if not report.ok:
+        record.close("finished", peak_memory_gib=peaks)
+    if is_saved and not report.ok:
         raise process.Shared(f"the last step was not saved: {report.problem}")
 
 
@@ -307,11 +330,11 @@ def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
     counted = run.engine.optimizer_step()
     state = RunState(
         step=step,
-        tokens=run.stream.schedule.tokens_after(step),
+        tokens=run.stream.tokens_after(step),
         optimizer_step=step - health["skipped_steps"] if counted is None else counted,
         seed=recipe.seed,
         recipe=dataclasses.asdict(recipe),
-        data=run.stream.state(),
+        data=run.stream.state() | {"past": run.stream.past(step)},
         layout=run.settled.layout.as_dict(),
         versions=run_folder.versions(),
         health=health,
@@ -370,7 +393,7 @@ def open_record(run: Run) -> Record:
         run.settled,
         run.process,
         Ledger(run.folder / "ledger", run.after_step),
-        run.stream.schedule.tokens_after,
+        run.stream.tokens_after,
         run.after_step,
     )
     history.begin(run.folder, run.origin)
@@ -392,12 +415,13 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
     ]
     for use in run.stream.usage(settled.last_step):
+        rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
-            f"source {use.uid}: {use.tokens:,} tokens, {use.epochs:.2f} epochs ({use.corpus})"
+            f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.leave(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +71,16 @@ class Ledger:
         sources: dict[str, int],
         data_step: int | None = None,
         segment: int = 0,
+        is_update: bool = True,
+        masked: int = 0,
+        quarantined: Sequence[int] = (),
+        skips: str | None = None,
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
-        data_step defaults to step - 1, which holds until a range of data is skipped.
+        data_step defaults to step - 1, which holds until a range of data is skipped. What is not as
+        usual is added: `update` false, targets that masks took, samples in quarantine, the
+        fingerprint of the skip list.
         """
         line = {
             "step": step,
@@ -86,6 +92,13 @@ class Ledger:
             "targets": targets,
             "sources": sources,
         }
+        unusual = {
+            "update": None if is_update else False,
+            "masked": masked or None,
+            "quarantined": list(quarantined) or None,
+            "skips": skips,
+        }
+        line |= {name: value for name, value in unusual.items() if value is not None}
         # One write call per line: a kill leaves whole lines and at most one torn one, the last.
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         written = os.write(self._fd, data)

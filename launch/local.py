@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import shlex
 import signal
 import sys
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, preflight, wanted_port
 from parallel.layout import startable
 from recipes.compose import compose_command
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.resuming import standing
@@ -59,7 +58,12 @@ def main(arguments: list[str]) -> int:
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
-        words = all_words(options)
+        words = [*options.words, *split_words("OVERRIDES", options.overrides)]
+        if options.check:
+            check(words, ranks or 1)
+            return 0
+        if options.with_parent or "MAKELEVEL" in os.environ:
+            end_with_parent()
         if place is None:
             return start_here(words, ranks or 1)
         return start_across(words, place, ranks)
@@ -80,16 +84,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--overrides", default="", help="overrides as one text, quotes as in a shell"
     )
+    parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
+    parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
     parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
     return parser.parse_args(arguments)
-
-
-def all_words(options: argparse.Namespace) -> list[str]:
-    """Recipe and overrides, one word each. Raises UserError where a quote does not end."""
-    try:
-        return [*options.words, *shlex.split(options.overrides)]
-    except ValueError as error:
-        raise UserError(f"OVERRIDES={options.overrides[:200]}: {error}") from None
 
 
 def start_here(words: list[str], ranks: int) -> int:
@@ -100,7 +98,6 @@ def start_here(words: list[str], ranks: int) -> int:
     recipe = check(words, ranks).recipe
     for lock in remove_stale_locks(os.environ):
         print(f"removed a lock that a killed build left behind: {lock}", file=sys.stderr)
-    end_with_make()
     command = command_of(words)
     if ranks > 1:
         return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)
@@ -136,7 +133,6 @@ def start_across(words: list[str], place: Place, nproc: int | None) -> int:
         port=wanted_port(os.environ),
     )
     plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
-    end_with_make()
     folder = f"runs/{recipe.run}"
     return start.across(place.cluster, plan, ["pretrain.py", *words], per_host, environment, folder)
 
@@ -151,9 +147,9 @@ def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
         )
 
 
-def end_with_make() -> None:
-    """Ask Linux for a SIGTERM when the make that started this is killed, where one did."""
-    if "MAKELEVEL" in os.environ and sys.platform.startswith("linux"):
+def end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
+    if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -179,7 +175,7 @@ def check(words: list[str], ranks: int) -> Checked:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), schedule.tokens_after, settled.last_step)
+    standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)
 

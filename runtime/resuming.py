@@ -9,7 +9,7 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ def standing(
     folder: Path,
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
     last_step: int,
 ) -> Standing:
-    """What `folder` says about starting `recipe`, which ends after `last_step`; `tokens_after` is
-    its batch schedule's.
+    """What `folder` says about starting `recipe`, which ends after `last_step`; `data_state` and
+    `past` are its stream's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -56,7 +56,7 @@ def standing(
     state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state.step, compare(state, recipe, data_state, tokens_after))
+    return Standing(False, state.step, compare(state, recipe, data_state, past))
 
 
 def newest_state(folder: Path, last_step: int) -> RunState | None:
@@ -92,7 +92,10 @@ def read_state(values: dict[str, Any], path: Path) -> RunState:
     """The state in a manifest of `path`. Raises UserError: it is whole, so it is of another
     version."""
     try:
-        return RunState.from_dict(values)
+        state = RunState.from_dict(values)
+        if "past" not in state.data:
+            raise Damaged("state: data has no `past`")
+        return state
     except Damaged as damage:
         raise UserError(
             f"{path}: {damage}; another version of the project wrote it: go on with that one"
@@ -103,31 +106,58 @@ def compare(
     state: RunState,
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
 ) -> list[Change]:
     """Differences between a checkpoint's recipe and data and those of now.
 
     Raises UserError with every one that is not allowed.
     """
     stored = with_data(state.recipe, state.data)
-    now = with_data(dataclasses.asdict(recipe), data_state)
+    now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
     verdict = check_resume(stored, now, recipe.allow)
-    problems = list(verdict.problems)
-    step, trained = state.step, state.tokens
-    if tokens_after(step) != trained:
-        problems.append(
-            f"batch_tokens={recipe.batch_tokens} would put step {step} at {tokens_after(step)}"
-            f" tokens, but {trained} were trained on: samples would be left out or repeated. Keep"
-            f" the past in a ramp, such as batch_tokens=[[0,OLD],[{step},NEW]]"
-        )
+    problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]
     if problems:
         raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes
 
 
-def with_data(recipe: dict[str, Any], data_state: dict[str, Any]) -> dict[str, Any]:
+def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[str]:
+    """What the recipe of now would change of the steps that were trained, which are past."""
+    step, was = state.step, state.data["past"]
+    data_step = was["data_step"]
+    problems = []
+    if past["tokens"] != was["tokens"]:
+        problems.append(
+            f"batch_tokens={recipe.batch_tokens} would put step {step} at {past['tokens']}"
+            f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
+            f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["mixture"] != was["mixture"]:
+        problems.append(
+            f"data.sources: these weights would have mixed steps 1 to {step} in another way. Keep"
+            f" the past as a stage, such as data.sources.NAME.weight=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["skips"] != was["skips"]:
+        problems.append(
+            f"data.skip would change what steps 1 to {step} trained on, which is done: keep the"
+            f" ranges that were in force, and let new ones begin at data step {data_step} or later"
+        )
+    return problems
+
+
+def with_data(
+    recipe: dict[str, Any], data_state: dict[str, Any], known: Iterable[str] | None = None
+) -> dict[str, Any]:
     """A nested recipe with what it does not say of its data: which corpora, the version of their
-    order, the window that is permuted (by default the length of sequences)."""
+    order, the window that is permuted (by default the length of sequences).
+
+    `known`: names that a checkpoint has; a source beside them is new, which is a matter of weights.
+    """
     data = recipe["data"] | {"window_tokens": data_state["window_tokens"]}
-    identity = {key: data_state[key] for key in ("order_version", "corpora")}
+    corpora = {
+        uid: corpus
+        for uid, corpus in data_state["corpora"].items()
+        if known is None or uid in known
+    }
+    identity = {"order_version": data_state["order_version"], "corpora": corpora}
     return recipe | {"data": data, "identity": identity}

@@ -31,8 +31,8 @@ def recipe(*words):
     return compose_command([*WORDS, *words]).recipe
 
 
-def tokens_after(step):
-    return 512 * step
+def past(step):
+    return {"data_step": step, "tokens": 512 * step, "mixture": "m", "skips": None}
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def run(tmp_path):
     for step in (2, 4):
         state = RunState(
             step=step,
-            tokens=tokens_after(step),
+            tokens=512 * step,
             optimizer_step=step,
             seed=1,
             recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))),
-            data=DATA,
+            data=DATA | {"past": past(step)},
             health={"skips_in_a_row": 0, "skipped_steps": 0},
         )
         fragment = Fragment("w", "weight", Box((4, 4), (4, 4)), 0, torch.zeros(16))
@@ -56,7 +56,7 @@ def run(tmp_path):
 
 
 def stands(run, *words, last_step=9, **data):
-    return standing(run, recipe(*words), DATA | data, tokens_after, last_step)
+    return standing(run, recipe(*words), DATA | data, past, last_step)
 
 
 def damage(run, name):
@@ -151,3 +151,32 @@ def test_ranks_that_found_different_weights_refuse_together():
         assert isinstance(result, UserError)
         assert "runs/x@0 and runs/x@1" in str(result)
     assert run_threads(2, lambda comm: one_origin(comm, recipe, "runs/x@1")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("tokens", r"Keep the past in a ramp, such as batch_tokens=\[\[0,OLD\],\[4,NEW\]\]"),
+        ("mixture", r"data.sources.NAME.weight=\[\[0,OLD\],\[4,NEW\]\]"),
+        ("skips", "let new ones begin at data step 4 or later"),
+    ],
+)
+def test_a_recipe_that_would_change_the_past_is_refused(run, field, message):
+    def other(step):
+        return past(step) | {field: "changed"}
+
+    with pytest.raises(UserError, match=message):
+        standing(run, recipe(), DATA, other, 9)
+
+
+def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
+    words = "data.sources.more={corpus: corpora/more, weight: [[0,0],[4,1]]}"
+    both = {"synthetic": "ab", "more": "cd"}
+    with pytest.raises(
+        UserError, match=r"allow it by name with allow=\[data.sources.more.weight\]"
+    ):
+        stands(run, words, corpora=both)
+    found = stands(run, words, "allow=[data.sources]", corpora=both)
+    assert found.step == 4
+    with pytest.raises(UserError, match=r"identity\.corpora\.synthetic"):
+        stands(run, words, "allow=[data.sources]", corpora={"more": "cd"})
