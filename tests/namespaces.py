@@ -172,6 +172,12 @@ class Hosts:
             os.close(cable)
         self._cables.clear()
         for space in self._spaces:
+            inside = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+            )
+            for pid in inside.stdout.split():  # what a failed test left running
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
