@@ -66,7 +66,11 @@ class Order:
         return epoch * size + index.astype(np.int64)
 
     def _keys_of(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        pairs, which = np.unique(epoch * len(self.uids) + source, return_inverse=True)
+        pair = epoch * len(self.uids) + source
+        if len(pair) and (pair == pair[0]).all():  # one source, one epoch: nothing to sort
+            key = self._key(int(source[0]), int(epoch[0]))
+            return np.broadcast_to(key[:, None], (NUM_ROUNDS, len(pair)))
+        pairs, which = np.unique(pair, return_inverse=True)
         columns = [
             self._key(int(pair % len(self.uids)), int(pair // len(self.uids))) for pair in pairs
         ]
