@@ -5,12 +5,15 @@ Nothing is trained here; test_sweep.py starts the real thing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gzip
 import json
 import re
 import statistics
 
 import pytest
+import torch
 from matplotlib.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams
@@ -25,6 +28,7 @@ from recipes.compose import compose, recipe_yaml, sweep_values
 from recipes.schema import UserError
 from runtime.clock import StepTimes
 from runtime.metrics import MetricsWriter, summary
+from runtime.profiling import NoProfiler, profiler_of
 from runtime.records import read_metrics
 from runtime.settle import settle
 
@@ -486,3 +490,31 @@ def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
     two_sides.sides.append(Side("zero=3", reason="no"))
     for rows in (report.main_rows(two_sides), report.run_rows(two_sides)):
         assert {len(cells) for cells in rows} == {len(rows[0])}
+
+
+def test_the_profiler_records_only_the_steps_asked_for_and_the_report_adds_up(make_run):
+    """In this process, on a few matrix products; the loop calls it in the same order."""
+    place = make_run("p", [9.0, 1.0, 2.0, 3.0])
+    profiler = profiler_of("2:4", place, 0, lambda name: contextlib.nullcontext())
+    weight = torch.ones(64, 64)
+    for step in range(1, 5):
+        profiler.begin(step)
+        with profiler.phase("compute"):
+            weight = weight @ weight / 64
+        profiler.end(step)
+    seen = profile.read_profile(place)
+    assert seen["count"] == 2
+    names = {each["name"]: each["calls"] for each in seen["operators"]}
+    assert names["aten::mm"] == 2
+    assert names["phase compute"] == 2
+    assert {"step 2", "step 3"} <= set(names)
+    assert not {"step 1", "step 4"} & set(names)
+    trace = json.loads(gzip.decompress((place / "profile" / "rank-0.trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+    phases = {row[0]: row[1:] for row in profile.phase_rows(seen)}
+    assert phases["whole step"] == ["1500.00", "100.0%"]  # steps 2 and 3: 1 s and 2 s
+    shares = [float(row[-1].rstrip("%")) for row in profile.kind_rows(seen)[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "| aten::mm | 1 |" in "\n".join(profile.report(seen, "p"))
+    assert "matrix products" in "\n".join(profile.terminal(seen))
+    assert isinstance(profiler_of(None, place, 0, contextlib.nullcontext), NoProfiler)
