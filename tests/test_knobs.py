@@ -64,7 +64,9 @@ def test_find_looks_in_names_and_meanings(capsys):
 def test_everything_is_listed_once():
     names = [row[0] for row in knobs.all_rows()]
     assert len(names) == len(set(names))
-    assert {"model", "run", "data.sources.NAME.weight", "ds.bf16.immediate_grad_update"} <= set(names)
+    assert {"model", "run", "data.sources.NAME.weight", "ds.bf16.immediate_grad_update"} <= set(
+        names
+    )
     assert "ds.gradient_clipping" not in names  # optim.clip owns it
 
 
