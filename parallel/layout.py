@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from parallel.stages import bounds_problem
 from recipes.schema import Recipe, UserError
 
 
@@ -203,6 +204,10 @@ def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
     )
 
 
+def _bounds_fit(recipe: Recipe, world: int, stage: int) -> str | None:
+    return bounds_problem(recipe)
+
+
 RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
     _axes_divide_world,
     _stage_is_known,
@@ -212,6 +217,7 @@ RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
     _heads_divide,
     _tensor_stays_on_a_host,
     _sequence_divides,
+    _bounds_fit,
 )
 
 

@@ -274,6 +274,12 @@ class Parallel:
 
     tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
     pipeline: int = knob(1, "pipeline stages", low=1, high=2**20)
+    bounds: Any = knob(
+        None,
+        "first decoder block of every pipeline stage but the first, such as [7,14,21]; null ="
+        " balanced by cost, with embedding and head counted",
+        unit="blocks",
+    )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
 
