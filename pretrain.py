@@ -208,7 +208,7 @@ def loop(run: Run, record: Record | None) -> None:
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
-        record.ledger if record else None, lambda own: gather_hashes(own, me.device), LEDGER_EVERY
+        record.ledger if record else None, lambda own: gather_hashes(own, me.device, layout), LEDGER_EVERY
     )
     late: Finished | None = None
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0

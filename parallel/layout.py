@@ -54,6 +54,11 @@ class Layout:
         return (outer * self.context + place.context) * self.tensor + place.tensor
 
     @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards: context ranks hold the same weights, like data ranks."""
+        return self.data * self.context
+
+    @property
     def accumulates(self) -> bool:
         """Whether any step of the run sums gradients over several micro-batches."""
         return any(count > 1 for _, count in self.accumulation)
@@ -111,7 +116,7 @@ def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
 
 def startable(layout: Layout) -> None:
     """Refuse axes that this version composes and shows but cannot run yet."""
-    for axis in ("tensor", "pipeline", "context"):
+    for axis in ("pipeline",):
         size = getattr(layout, axis)
         if size > 1:
             raise UserError(
@@ -170,16 +175,56 @@ def _every_stage_has_a_block(recipe: Recipe, world: int, stage: int) -> str | No
 
 def _heads_divide(recipe: Recipe, world: int, stage: int) -> str | None:
     model, axes = recipe.model, recipe.parallel
-    parts = axes.tensor * axes.context
-    if parts == 1 or (
-        model.num_key_value_heads % axes.tensor == 0 and model.num_attention_heads % parts == 0
-    ):
+    if _splits_heads(model.num_attention_heads, model.num_key_value_heads, axes.tensor, 1):
         return None
     legal = divisors(model.num_key_value_heads)
     return (
-        f"parallel.tensor={axes.tensor}, parallel.context={axes.context}: the"
-        f" {model.num_attention_heads} query and {model.num_key_value_heads} key-value heads must"
-        f" split evenly; legal tensor sizes: {_listed(legal)}"
+        f"parallel.tensor={axes.tensor}: the {model.num_attention_heads} query and"
+        f" {model.num_key_value_heads} key-value heads must split evenly;"
+        f" legal tensor sizes: {_listed(legal)}"
+    )
+
+
+def _context_divides_heads(recipe: Recipe, world: int, stage: int) -> str | None:
+    model, axes = recipe.model, recipe.parallel
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if _heads_divide(recipe, world, stage) or _splits_heads(
+        heads, kv_heads, axes.tensor, axes.context
+    ):
+        return None
+    legal = [c for c in divisors(heads) if _splits_heads(heads, kv_heads, axes.tensor, c)]
+    return (
+        f"parallel.context={axes.context} shares the {heads // axes.tensor} query and"
+        f" {kv_heads // axes.tensor} key-value heads of a tensor rank (parallel.tensor="
+        f"{axes.tensor}), which must split or repeat evenly; legal context sizes: {_listed(legal)}"
+    )
+
+
+def _splits_heads(heads: int, kv_heads: int, tensor: int, context: int) -> bool:
+    """Key-value heads are never split over tensor ranks; context ranks may each hold a copy."""
+    if heads % (tensor * context) or kv_heads % tensor:
+        return False
+    own = kv_heads // tensor
+    return own % context == 0 or context % own == 0
+
+
+def _features_divide(recipe: Recipe, world: int, stage: int) -> str | None:
+    size, tensor = recipe.model.intermediate_size, recipe.parallel.tensor
+    if size % tensor == 0:
+        return None
+    return (
+        f"model.intermediate_size={size} is not a multiple of parallel.tensor={tensor};"
+        f" nearest: {nearest_multiples(size, tensor)}"
+    )
+
+
+def _vocabulary_suffices(recipe: Recipe, world: int, stage: int) -> str | None:
+    words, tensor = recipe.model.vocab_size, recipe.parallel.tensor
+    if words >= tensor:
+        return None
+    return (
+        f"parallel.tensor={tensor} is more than model.vocab_size={words}: every tensor rank needs a"
+        f" word; use at most {words}"
     )
 
 
@@ -195,13 +240,20 @@ def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | Non
 
 
 def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
-    context = recipe.parallel.context
-    if recipe.seq_len % context == 0:
-        return None
-    return (
-        f"seq_len={recipe.seq_len} is not a multiple of parallel.context={context}; nearest: "
-        + nearest_multiples(recipe.seq_len, context)
-    )
+    axes, seq_len = recipe.parallel, recipe.seq_len
+    if seq_len % axes.context:
+        return (
+            f"seq_len={seq_len} is not a multiple of parallel.context={axes.context}; nearest: "
+            + nearest_multiples(seq_len, axes.context)
+        )
+    parts = axes.context * axes.tensor
+    if axes.sequence and seq_len % parts:
+        return (
+            f"seq_len={seq_len} is not a multiple of parallel.context {axes.context} x"
+            f" parallel.tensor {axes.tensor} = {parts}, over which parallel.sequence=true splits"
+            f" tokens; nearest: {nearest_multiples(seq_len, parts)}, or parallel.sequence=false"
+        )
+    return None
 
 
 def _bounds_fit(recipe: Recipe, world: int, stage: int) -> str | None:
@@ -215,6 +267,9 @@ RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
     _pipeline_has_no_context,
     _every_stage_has_a_block,
     _heads_divide,
+    _context_divides_heads,
+    _features_divide,
+    _vocabulary_suffices,
     _tensor_stays_on_a_host,
     _sequence_divides,
     _bounds_fit,

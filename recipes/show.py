@@ -115,7 +115,7 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
         engine.grad_dtype,
         layout.accumulates,
         engine.is_immediate,
-        layout.data * layout.context,
+        layout.zero_ranks,
         engine.is_offloaded,
         recipe.optim.name,
     )

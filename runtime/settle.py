@@ -88,7 +88,7 @@ def json_for(recipe: Recipe, layout: Layout) -> EngineConfig:
     """The DeepSpeed JSON under a layout."""
     return engine_config(
         recipe,
-        data_size=layout.data,
+        data_size=layout.zero_ranks,
         accumulation=layout.accumulation[0][1],
         accumulates=layout.accumulates,
     )

@@ -78,14 +78,15 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
 def train(engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, steps: int) -> dict:
     """`steps` updates; losses, norms and batch hashes of each."""
     layout, me = settled.layout, engine.process
+    data_rank = layout.coordinates(me.rank).data
     seen: dict[str, list] = {"loss": [], "norm": [], "hash": []}
     for step in range(1, steps + 1):
-        data = stream.step(step, me.rank, layout.data, layout.micro_batch)
+        data = stream.step(step, data_rank, layout.data, layout.micro_batch)
         engine.set_lr(learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps))
         batches = [to_device(batch, me.device) for batch in data.micro_batches]
         result = engine.train_step(batches, data.num_targets, data.num_tokens)
         own = np.concatenate([batch.sample_hashes for batch in data.micro_batches])
-        everyone = gather_hashes(own, me.device)
+        everyone = gather_hashes(own, me.device, layout)
         shape = (len(everyone), len(data.micro_batches), -1)
         seen["loss"].append(float(result.loss))
         seen["norm"].append(float(result.grad_norm))
