@@ -36,7 +36,7 @@ from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
 from data.windows import Batch
-from parallel.layout import Layout, startable
+from parallel.layout import Layout
 from recipes.compose import compose_command, recipe_yaml
 from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
@@ -106,7 +106,6 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    startable(layout)
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
@@ -208,7 +207,9 @@ def loop(run: Run, record: Record | None) -> None:
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
-        record.ledger if record else None, lambda own: gather_hashes(own, me.device, layout), LEDGER_EVERY
+        record.ledger if record else None,
+        lambda own: gather_hashes(own, me.device, layout),
+        LEDGER_EVERY,
     )
     late: Finished | None = None
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from data.schedule import read_schedule
 from data.stream import open_stream
-from parallel.layout import startable
 from recipes.compose import compose_command
 from recipes.schema import UserError, read_ranks
 from runtime.engine_check import confirm
@@ -78,7 +77,6 @@ def check(words: list[str], ranks: int) -> None:
     recipe = compose_command(words).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, ranks, schedule)
-    startable(settled.layout)
     confirm(settled.config)
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)

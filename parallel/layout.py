@@ -114,17 +114,6 @@ def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
     return [(step, tokens) for step, tokens in recipe.batch_tokens]
 
 
-def startable(layout: Layout) -> None:
-    """Refuse axes that this version composes and shows but cannot run yet."""
-    for axis in ("pipeline",):
-        size = getattr(layout, axis)
-        if size > 1:
-            raise UserError(
-                f"parallel.{axis}={size} can be shown but not started by this version;"
-                f" set parallel.{axis}=1 (the ranks then join the data axis)"
-            )
-
-
 def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
     axes = recipe.parallel
     product = axes.tensor * axes.pipeline * axes.context

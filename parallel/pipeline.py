@@ -23,6 +23,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -46,13 +47,21 @@ class Stage(PipelineModule):
     in order, which is the order in which every schedule of DeepSpeed runs forwards.
     """
 
-    def __init__(self, config: DecoderConfig, mesh: Mesh, bounds: Sequence[int], recompute: str):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mesh: Mesh,
+        bounds: Sequence[int],
+        recompute: str = "none",
+        sequence: bool = True,
+    ):
         self.config, self.recompute = config, recompute
         self.first_block = bounds[mesh.pipeline.index]
         specs = layer_specs(config, tensor.local_config(config, mesh.tensor))
         self._all_paths = [path for path, _ in specs]
         layout = mesh.layout
-        with contextlib.redirect_stdout(io.StringIO()):  # a dozen lines about itself
+        # Quiet; and autograd would remember the broadcast of tied weights.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(
                 [spec for _, spec in specs],
                 topology=PipeModelDataParallelTopology(
@@ -63,7 +72,7 @@ class Stage(PipelineModule):
                 partition_method=[0, *(bound + 1 for bound in bounds[1:-1]), len(specs)],
             )
         for path, layer in self.paths.items():
-            tensor.apply(layer, mesh, config, prefix=path)
+            tensor.apply(layer, mesh, config, sequence, prefix=path)
         if self.is_tied_copy:
             self.paths[HEAD].weight.is_copy = True
         self._batches: Iterator[dict[str, Any]] = iter(())

@@ -19,7 +19,6 @@ from typing import Any
 
 from data.schedule import read_schedule
 from data.stream import open_stream
-from parallel.layout import startable
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
@@ -71,17 +70,8 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
         "optimizer_class": settled.engine.optimizer_class,
         "state": state(recipe, settled),
         "data": usage(recipe, schedule, settled.last_step),
-        "warnings": [*composed.warnings, *settled.warnings, *cannot_start(settled)],
+        "warnings": [*composed.warnings, *settled.warnings],
     }
-
-
-def cannot_start(settled: Settled) -> list[str]:
-    """Why this layout can only be shown, if so."""
-    try:
-        startable(settled.layout)
-    except UserError as error:
-        return error.problems
-    return []
 
 
 def length(settled: Settled, tokens: int) -> dict[str, Any]:
@@ -113,7 +103,8 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
         engine.stage,
         recipe.precision,
         engine.grad_dtype,
-        layout.accumulates,
+        # A pipeline reduces after its last pass, also where there is only one.
+        layout.accumulates or layout.pipeline > 1,
         engine.is_immediate,
         layout.zero_ranks,
         engine.is_offloaded,

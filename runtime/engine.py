@@ -167,6 +167,10 @@ def build(
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     mesh = make_mesh(layout, process.rank)
+    if layout.pipeline > 1:
+        from runtime.engine_pipeline import build_pipeline
+
+        return build_pipeline(recipe, config, process, mesh, draw)
     unit = None if mesh.is_plain else ModelParallelUnit(mesh)
     groups.mpu = unit  # a global, also read where none is given
     model = build_model(recipe, config, process, mesh, unit, draw)

@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes.schema import Recipe, UserError, as_float, as_int, did_you_mean
 from runtime import strict_json
-from runtime.engine_keys import FIXED, KEYS, NO_STAGE, OWNED, refusal
+from runtime.engine_keys import FIXED, FIXED_IN_PIPELINE, KEYS, NO_STAGE, OWNED, refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ROOT / "ds_configs"
@@ -26,6 +26,7 @@ IMMEDIATE = "bf16.immediate_grad_update"
 OFFLOAD = "zero_optimization.offload_optimizer.device"
 
 Leaves = dict[str, tuple[Any, str]]  # dotted key -> (value, where it came from)
+Fixed = dict[str, tuple[Any, str]]  # dotted key -> (the one value, why)
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ def engine_config(
     preset = load_preset(recipe.zero)
     leaves, problems = _merge(preset, recipe.ds)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
-    _fill_derived(leaves, recipe, accumulates)
-    problems += _check_leaves(leaves, preset.stage)
+    fixed = FIXED | FIXED_IN_PIPELINE if recipe.parallel.pipeline > 1 else FIXED
+    _fill_derived(leaves, recipe, accumulates, fixed)
+    problems += _check_leaves(leaves, preset.stage, fixed)
     problems += _check_together(leaves, recipe, preset)
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -189,7 +191,7 @@ def _fill_owned(
         leaves[key] = (value, origin)
 
 
-def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool) -> None:
+def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixed) -> None:
     """Keys that follow from the recipe unless they are set, and keys with one legal value."""
     sums = recipe.precision == "fp32" or accumulates or recipe.parallel.pipeline > 1
     reason = "precision" if recipe.precision == "fp32" else "accumulation"
@@ -198,20 +200,20 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool) -> None:
         leaves[ACCUM_DTYPE] = dtype
     if leaves.get("communication_data_type", (AUTO, ""))[0] == AUTO:
         leaves["communication_data_type"] = (leaves[ACCUM_DTYPE][0], "as data_types")
-    for key, (value, reason) in FIXED.items():
+    for key, (value, reason) in fixed.items():
         if leaves.get(key, (AUTO, ""))[0] == AUTO:
             leaves[key] = (value, f"always: {reason}")
 
 
-def _check_leaves(leaves: Leaves, stage: int) -> list[str]:
+def _check_leaves(leaves: Leaves, stage: int, fixed: Fixed) -> list[str]:
     """Each key known, of its type, in its range and read by this stage; normalises numbers."""
     problems, autos = [], []
     for key, (value, origin) in leaves.items():
         shown = _shown(key, value, origin)
         refused = refusal(key)
-        if key in FIXED:
-            if value != FIXED[key][0]:
-                problems.append(f"{shown}: {FIXED[key][1]}; remove it")
+        if key in fixed:
+            if value != fixed[key][0]:
+                problems.append(f"{shown}: {fixed[key][1]}; remove it")
         elif refused:
             block, reason = refused
             problems.append(f"{shown if block == key else _named(block, origin)}: {reason}")

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import OptimizerStep
 
 from model.decoder import compile_blocks
-from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.pipeline import Stage
 from parallel.stages import stage_bounds
@@ -34,10 +33,10 @@ from runtime.process import Process, Shared
 class PipelineEngine(plain.Engine):
     """The layers of this rank's stage, trained in step with the other stages."""
 
-    def __init__(self, ds: Any, layout: Layout, process: Process, mesh: Mesh):
-        super().__init__(ds, layout, process)
+    def __init__(self, ds: Any, mesh: Mesh, process: Process):
+        super().__init__(ds, mesh, process)
         # One micro-batch per step is what DeepSpeed divides by; see the rule above.
-        ds.set_train_batch_size(layout.micro_batch * layout.data)
+        ds.set_train_batch_size(mesh.layout.micro_batch * mesh.layout.data)
         self._before_optimizer: Callable[[], Any] = lambda: None
         step = ds._INSTRUCTION_MAP[OptimizerStep]
 
@@ -98,7 +97,6 @@ class PipelineEngine(plain.Engine):
 
 def build_pipeline(
     recipe: Recipe,
-    layout: Layout,
     config: dict[str, Any],
     process: Process,
     mesh: Mesh,
@@ -109,9 +107,8 @@ def build_pipeline(
 
     stage = build_stage(recipe, mesh, process.device)
     if draw is not None:
-        fill_owned(
-            stage.named_parameters(), stage.config, recipe.seed, layout.stage, mesh.data, draw
-        )
+        zero, named = mesh.layout.stage, stage.named_parameters()
+        fill_owned(named, stage.config, recipe.seed, zero, mesh.data, draw)
     if recipe.compile:
         compile_blocks(stage.blocks)
     optimizer = build_optimizer(stage.named_parameters(), recipe.optim)
@@ -121,13 +118,19 @@ def build_pipeline(
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
-    return PipelineEngine(ds, layout, process, mesh)
+    return PipelineEngine(ds, mesh, process)
 
 
 def build_stage(recipe: Recipe, mesh: Mesh, device: torch.device) -> Stage:
     """The layers of one stage in the training dtype on `device`, weights undefined."""
     with plain.default_dtype(plain.DTYPES[recipe.precision]), device:
-        return Stage(plain.decoder_config(recipe), mesh, stage_bounds(recipe), recipe.recompute)
+        return Stage(
+            plain.decoder_config(recipe),
+            mesh,
+            stage_bounds(recipe),
+            recipe.recompute,
+            recipe.parallel.sequence,
+        )
 
 
 def refuse_unequal_groups(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.layout import Layout, solve, startable
+from parallel.layout import solve
 from recipes.schema import Data, Model, Optim, Parallel, Recipe, Source, UserError
 
 
@@ -82,11 +82,3 @@ def test_all_broken_rules_are_reported_together():
 def test_a_tensor_group_never_crosses_hosts():
     with pytest.raises(UserError, match="would cross hosts"):
         solve(recipe(Parallel(tensor=3), kv_heads=3, batch_tokens=32 * 48), world=24, stage=1)
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
-def test_axes_that_cannot_run_yet_are_shown_but_not_started(axis):
-    layout = solve(recipe(Parallel(**{axis: 2})), world=2, stage=1)
-    assert isinstance(layout, Layout)
-    with pytest.raises(UserError, match=f"parallel.{axis}=2"):
-        startable(layout)
