@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.stages import bounds_problem
+from model.cost import BYTES
+from parallel.stages import bounds_problem, stage_bounds
 from recipes.schema import Recipe, UserError
 
 
@@ -39,6 +41,7 @@ class Layout:
     stage: int  # ZeRO stage
     micro_batch: int  # sequences per rank and forward pass
     accumulation: tuple[tuple[int, int], ...]  # (first data step, micro-batches per rank and step)
+    bounds: tuple[int, ...] = ()  # first block of each pipeline stage, number of blocks; () = one
 
     def coordinates(self, rank: int) -> Coordinates:
         """Axis coordinates of a global rank; the inverse of `rank`."""
@@ -67,15 +70,18 @@ class Layout:
         """One line for people: every axis with its size, and the batch."""
         counts = " then ".join(str(count) for _, count in self.accumulation)
         ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        stages = [str(end - first) for first, end in pairwise(self.bounds)]
+        blocks = f"; blocks per stage {' '.join(stages)}" if stages else ""
         return (
             f"{ranks} = pipeline {self.pipeline} x data {self.data} x context {self.context}"
             f" x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch {self.micro_batch} sequences,"
-            f" accumulation {counts}"
+            f" accumulation {counts}{blocks}"
         )
 
     def as_dict(self) -> dict:
         """Plain values for layout.json."""
-        return asdict(self) | {"accumulation": [list(piece) for piece in self.accumulation]}
+        accumulation = [list(piece) for piece in self.accumulation]
+        return asdict(self) | {"accumulation": accumulation, "bounds": list(self.bounds)}
 
 
 def solve(recipe: Recipe, world: int, stage: int) -> Layout:
@@ -104,6 +110,7 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
         stage=stage,
         micro_batch=recipe.micro_batch,
         accumulation=tuple((step, tokens // quantum) for step, tokens in batch_pieces(recipe)),
+        bounds=stage_bounds(recipe) if axes.pipeline > 1 else (),
     )
 
 
@@ -296,3 +303,15 @@ def divisors(number: int, most: int = 2**12) -> list[int]:
 def _listed(values: Sequence[int]) -> str:
     shown = [str(value) for value in values[:8]]
     return ", ".join(shown) + (", ..." if len(values) > 8 else "")
+
+
+def pipeline_bytes(recipe: Recipe, layout: Layout, micro_batches: int) -> int:
+    """Bytes that a rank sends to the next stage in one step, and gets back as their gradient.
+
+    Hidden states of every micro-batch, tokens x hidden_size; with sequence parallelism only those
+    of the rank's own tokens.
+    """
+    tokens = micro_batches * layout.micro_batch * recipe.seq_len
+    if recipe.parallel.sequence:
+        tokens //= layout.tensor
+    return tokens * recipe.model.hidden_size * BYTES[recipe.precision]

@@ -41,7 +41,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 class Stage(PipelineModule):
-    """The layers of this rank's stage, in order. `bounds` as in `parallel.stages`.
+    """The layers of this rank's stage, in order, under `mesh.layout.bounds`.
 
     Before each batch `begin` hands over its micro-batches; `forward` and `loss_fn` then take them
     in order, which is the order in which every schedule of DeepSpeed runs forwards.
@@ -51,15 +51,14 @@ class Stage(PipelineModule):
         self,
         config: DecoderConfig,
         mesh: Mesh,
-        bounds: Sequence[int],
         recompute: str = "none",
         sequence: bool = True,
     ):
         self.config, self.recompute = config, recompute
-        self.first_block = bounds[mesh.pipeline.index]
+        layout = mesh.layout
+        self.first_block = layout.bounds[mesh.pipeline.index]
         specs = layer_specs(config, tensor.local_config(config, mesh.tensor))
         self._all_paths = [path for path, _ in specs]
-        layout = mesh.layout
         # Quiet; and autograd would remember the broadcast of tied weights.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(
@@ -69,7 +68,7 @@ class Stage(PipelineModule):
                 ),
                 loss_fn=self._loss,
                 # The embedding is layer 0, so block b is layer b + 1; norm and head come last.
-                partition_method=[0, *(bound + 1 for bound in bounds[1:-1]), len(specs)],
+                partition_method=[0, *(bound + 1 for bound in layout.bounds[1:-1]), len(specs)],
             )
         for path, layer in self.paths.items():
             tensor.apply(layer, mesh, config, sequence, prefix=path)

@@ -22,7 +22,6 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from model.decoder import compile_blocks
 from parallel.mesh import Mesh
 from parallel.pipeline import Stage
-from parallel.stages import stage_bounds
 from recipes.schema import Recipe
 from runtime import engine as plain
 from runtime.initial import Draw, fill_owned
@@ -127,7 +126,6 @@ def build_stage(recipe: Recipe, mesh: Mesh, device: torch.device) -> Stage:
         return Stage(
             plain.decoder_config(recipe),
             mesh,
-            stage_bounds(recipe),
             recipe.recompute,
             recipe.parallel.sequence,
         )
