@@ -34,7 +34,7 @@ from parallel import tensor
 from parallel.layout import Layout
 from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
 from recipes.schema import Recipe
-from runtime.initial import Draw, fill_owned
+from runtime.engine_weights import Draw, fill_owned
 from runtime.optimizer import build_optimizer
 from runtime.process import Process, Shared
 

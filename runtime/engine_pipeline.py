@@ -24,7 +24,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline import Stage
 from recipes.schema import Recipe
 from runtime import engine as plain
-from runtime.initial import Draw, fill_owned
+from runtime.engine_weights import Draw, fill_owned
 from runtime.optimizer import build_optimizer
 from runtime.process import Process, Shared
 
