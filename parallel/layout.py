@@ -10,14 +10,14 @@ Units: ranks, sequences, tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from model.cost import BYTES
-from parallel.stages import bounds_problem, stage_bounds
-from recipes.schema import Recipe, UserError
+from model.cost import parameters
+from parallel.legal import batch_pieces, nearest, problems
+from parallel.stages import stage_bounds
+from recipes.schema import Model, Recipe, UserError
 
 
 class Coordinates(NamedTuple):
@@ -87,20 +87,14 @@ class Layout:
 def solve(recipe: Recipe, world: int, stage: int) -> Layout:
     """The layout of `recipe` on `world` ranks under ZeRO `stage`.
 
-    Raises UserError with every broken rule: the arithmetic, and the nearest legal values.
+    Raises UserError with every broken rule, its arithmetic, and the nearest legal layouts.
     """
-    problems = [rule(recipe, world, stage) for rule in RULES]
-    problems = [problem for problem in problems if problem]
-    if problems:
-        raise UserError(*problems)
+    broken = problems(recipe, world, stage)
+    if broken:
+        raise UserError(*broken, *nearest(recipe, world, stage))
     axes = recipe.parallel
     data = world // (axes.tensor * axes.pipeline * axes.context)
     quantum = data * recipe.micro_batch * recipe.seq_len
-    broken = [
-        line for line in (_batch_problem(recipe, data, *p) for p in batch_pieces(recipe)) if line
-    ]
-    if broken:
-        raise UserError(*broken)
     return Layout(
         world=world,
         pipeline=axes.pipeline,
@@ -114,204 +108,53 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
     )
 
 
-def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
-    """[(first data step, tokens per step), ...] of a constant batch or a ramp."""
-    if isinstance(recipe.batch_tokens, int):
-        return [(0, recipe.batch_tokens)]
-    return [(step, tokens) for step, tokens in recipe.batch_tokens]
+def share(number: int, size: int, index: int) -> range:
+    """Which of `number` indices rank `index` of `size` has: as even as can be, nothing padded."""
+    return range(number * index // size, number * (index + 1) // size)
 
 
-def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
-    axes = recipe.parallel
-    product = axes.tensor * axes.pipeline * axes.context
-    if world >= 1 and world % product == 0:
-        return None
-    below, above = world // product * product, (world // product + 1) * product
-    nearest = f"{below} or {above}" if below else f"{above}"
-    return (
-        f"world={world} ranks is not a multiple of tensor {axes.tensor} x pipeline {axes.pipeline}"
-        f" x context {axes.context} = {product}; nearest: {nearest} ranks"
+def parameters_of(model: Model, layout: Layout, place: Coordinates) -> int:
+    """Parameters that the rank at `place` holds before ZeRO: its stage's, of those its share."""
+    counted, tensor = parameters(model), layout.tensor
+    last = layout.pipeline - 1
+    first, end = layout.bounds[place.pipeline :][:2] if last else (0, model.num_hidden_layers)
+    norms = (counted.norms - model.hidden_size) // model.num_hidden_layers
+    total = (end - first) * ((counted.block - norms) // tensor + norms)
+    words = len(share(model.vocab_size, tensor, place.tensor)) * model.hidden_size
+    if place.pipeline == 0:
+        total += words
+    if place.pipeline == last:
+        # A tied head on another stage than the embedding is a second copy of it.
+        total += model.hidden_size + (words if last or not model.tie_word_embeddings else 0)
+    return total
+
+
+def most_parameters(model: Model, layout: Layout) -> int:
+    """Of the rank that holds most."""
+    return max(
+        parameters_of(model, layout, Coordinates(stage, 0, 0, index))
+        for stage in range(layout.pipeline)
+        for index in range(layout.tensor)
     )
 
 
-def _stage_is_known(recipe: Recipe, world: int, stage: int) -> str | None:
-    if stage in (1, 2, 3):
-        return None
-    return f"zero={recipe.zero} means ZeRO stage {stage}; legal stages: 1, 2, 3"
+def places(layout: Layout) -> list[list[int]]:
+    """[pipeline, data, context, tensor] of every rank, for layout.json."""
+    return [list(layout.coordinates(rank)) for rank in range(layout.world)]
 
 
-def _pipeline_needs_stage_1(recipe: Recipe, world: int, stage: int) -> str | None:
-    if recipe.parallel.pipeline == 1 or stage not in (2, 3):
-        return None
-    return (
-        f"parallel.pipeline={recipe.parallel.pipeline} with zero={recipe.zero}: a pipeline keeps"
-        f" gradients of several micro-batches, which ZeRO-{stage} shards away; use zero=pipeline"
-        " (stage 1), or parallel.pipeline=1 with zero=1, 2 or 3"
-    )
-
-
-def _pipeline_has_no_context(recipe: Recipe, world: int, stage: int) -> str | None:
-    if recipe.parallel.pipeline == 1 or recipe.parallel.context == 1:
-        return None
-    return (
-        f"parallel.context={recipe.parallel.context} does not combine with"
-        f" parallel.pipeline={recipe.parallel.pipeline}; set one of them to 1"
-    )
-
-
-def _every_stage_has_a_block(recipe: Recipe, world: int, stage: int) -> str | None:
-    layers, stages = recipe.model.num_hidden_layers, recipe.parallel.pipeline
-    if stages <= layers:
-        return None
-    return (
-        f"parallel.pipeline={stages} is more than model.num_hidden_layers={layers}: every stage"
-        f" needs at least one block; use at most {layers}"
-    )
-
-
-def _heads_divide(recipe: Recipe, world: int, stage: int) -> str | None:
-    model, axes = recipe.model, recipe.parallel
-    if _splits_heads(model.num_attention_heads, model.num_key_value_heads, axes.tensor, 1):
-        return None
-    legal = divisors(model.num_key_value_heads)
-    return (
-        f"parallel.tensor={axes.tensor}: the {model.num_attention_heads} query and"
-        f" {model.num_key_value_heads} key-value heads must split evenly;"
-        f" legal tensor sizes: {_listed(legal)}"
-    )
-
-
-def _context_divides_heads(recipe: Recipe, world: int, stage: int) -> str | None:
-    model, axes = recipe.model, recipe.parallel
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if _heads_divide(recipe, world, stage) or _splits_heads(
-        heads, kv_heads, axes.tensor, axes.context
-    ):
-        return None
-    legal = [c for c in divisors(heads) if _splits_heads(heads, kv_heads, axes.tensor, c)]
-    return (
-        f"parallel.context={axes.context} shares the {heads // axes.tensor} query and"
-        f" {kv_heads // axes.tensor} key-value heads of a tensor rank (parallel.tensor="
-        f"{axes.tensor}), which must split or repeat evenly; legal context sizes: {_listed(legal)}"
-    )
-
-
-def _splits_heads(heads: int, kv_heads: int, tensor: int, context: int) -> bool:
-    """Key-value heads are never split over tensor ranks; context ranks may each hold a copy."""
-    if heads % (tensor * context) or kv_heads % tensor:
-        return False
-    own = kv_heads // tensor
-    return own % context == 0 or context % own == 0
-
-
-def _features_divide(recipe: Recipe, world: int, stage: int) -> str | None:
-    size, tensor = recipe.model.intermediate_size, recipe.parallel.tensor
-    if size % tensor == 0:
-        return None
-    return (
-        f"model.intermediate_size={size} is not a multiple of parallel.tensor={tensor};"
-        f" nearest: {nearest_multiples(size, tensor)}"
-    )
-
-
-def _vocabulary_suffices(recipe: Recipe, world: int, stage: int) -> str | None:
-    words, tensor = recipe.model.vocab_size, recipe.parallel.tensor
-    if words >= tensor:
-        return None
-    return (
-        f"parallel.tensor={tensor} is more than model.vocab_size={words}: every tensor rank needs a"
-        f" word; use at most {words}"
-    )
-
-
-def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | None:
-    tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
-    if per_node % tensor == 0 or world <= per_node:
-        return None
-    legal = divisors(per_node)
-    return (
-        f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
-        f" it must divide {per_node}; legal: {_listed(legal)}"
-    )
-
-
-def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
-    axes, seq_len = recipe.parallel, recipe.seq_len
-    if seq_len % axes.context:
-        return (
-            f"seq_len={seq_len} is not a multiple of parallel.context={axes.context}; nearest: "
-            + nearest_multiples(seq_len, axes.context)
-        )
-    parts = axes.context * axes.tensor
-    if axes.sequence and seq_len % parts:
-        return (
-            f"seq_len={seq_len} is not a multiple of parallel.context {axes.context} x"
-            f" parallel.tensor {axes.tensor} = {parts}, over which parallel.sequence=true splits"
-            f" tokens; nearest: {nearest_multiples(seq_len, parts)}, or parallel.sequence=false"
-        )
-    return None
-
-
-def _bounds_fit(recipe: Recipe, world: int, stage: int) -> str | None:
-    return bounds_problem(recipe)
-
-
-RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
-    _axes_divide_world,
-    _stage_is_known,
-    _pipeline_needs_stage_1,
-    _pipeline_has_no_context,
-    _every_stage_has_a_block,
-    _heads_divide,
-    _context_divides_heads,
-    _features_divide,
-    _vocabulary_suffices,
-    _tensor_stays_on_a_host,
-    _sequence_divides,
-    _bounds_fit,
-)
-
-
-def _batch_problem(recipe: Recipe, data: int, step: int, tokens: int) -> str | None:
-    quantum = data * recipe.micro_batch * recipe.seq_len
-    if tokens > 0 and tokens % quantum == 0:
-        return None
-    where = "" if step == 0 else f" (from step {step})"
-    message = (
-        f"batch_tokens={tokens}{where} is not a multiple of {data} data-parallel ranks x"
-        f" micro_batch {recipe.micro_batch} x seq_len {recipe.seq_len} = {quantum};"
-        f" nearest: {nearest_multiples(tokens, quantum)}"
-    )
-    per_rank, uneven = divmod(tokens, data * recipe.seq_len)
-    if per_rank and not uneven:
-        fits = divisors(per_rank)
-        message += f"; or micro_batch {_listed(fits)}"
-    return message
-
-
-def nearest_multiples(value: int, quantum: int) -> str:
-    """The legal neighbours of `value`, as text: `458752 or 524288`."""
-    below = value // quantum * quantum
-    return f"{below} or {below + quantum}" if below > 0 else f"{quantum}"
-
-
-def divisors(number: int, most: int = 2**12) -> list[int]:
-    """Divisors of `number` up to `most`, ascending: more would help nobody choose."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
-
-
-def _listed(values: Sequence[int]) -> str:
-    shown = [str(value) for value in values[:8]]
-    return ", ".join(shown) + (", ..." if len(values) > 8 else "")
-
-
-def pipeline_bytes(recipe: Recipe, layout: Layout, micro_batches: int) -> int:
-    """Bytes that a rank sends to the next stage in one step, and gets back as their gradient.
-
-    Hidden states of every micro-batch, tokens x hidden_size; with sequence parallelism only those
-    of the rank's own tokens.
-    """
-    tokens = micro_batches * layout.micro_batch * recipe.seq_len
-    if recipe.parallel.sequence:
-        tokens //= layout.tensor
-    return tokens * recipe.model.hidden_size * BYTES[recipe.precision]
+def describe_places(layout: Layout, ranks_per_host: int) -> list[str]:
+    """Which ranks form the groups of each axis, and on which hosts they are; a line per axis."""
+    strides = {"tensor": 1, "context": layout.tensor, "data": layout.tensor * layout.context}
+    strides["pipeline"] = strides["data"] * layout.data
+    lines = []
+    for axis, stride in strides.items():
+        size = getattr(layout, axis)
+        if size == 1 or layout.world == layout.data:
+            continue
+        first = [stride * index for index in range(size)]
+        hosts = len({rank // ranks_per_host for rank in first})
+        shown = ", ".join(map(str, first[:4])) + (f", ... {first[-1]}" if size > 4 else "")
+        where = "on one host" if hosts == 1 else f"over {hosts} hosts"
+        lines.append(f"{axis} group of rank 0: ranks {shown} ({where})")
+    return lines

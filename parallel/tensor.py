@@ -31,6 +31,7 @@ from parallel.cut_modules import (
     RowLinear,
     SharedNorm,
 )
+from parallel.layout import share
 from parallel.mesh import Axis, Mesh
 
 # Canonical path of a module -> its class when cut. q_norm and k_norm see some heads; the others
@@ -61,11 +62,6 @@ class Shard:
     offset: int = 0
 
 
-def share(number: int, axis: Axis) -> range:
-    """Which of `number` indices are this rank's: as even as can be, so that nothing is padded."""
-    return range(number * axis.index // axis.size, number * (axis.index + 1) // axis.size)
-
-
 def local_config(config: DecoderConfig, axis: Axis) -> DecoderConfig:
     """The shape of the part of `config` that one rank of the tensor axis builds."""
     if axis.size == 1:
@@ -75,7 +71,7 @@ def local_config(config: DecoderConfig, axis: Axis) -> DecoderConfig:
         whole = getattr(config, name)
         assert whole % axis.size == 0, (name, whole, axis.size)
         setattr(local, name, whole // axis.size)
-    local.vocab_size = len(share(config.vocab_size, axis))
+    local.vocab_size = len(share(config.vocab_size, axis.size, axis.index))
     return local
 
 
@@ -99,7 +95,7 @@ def apply(
         context=context.size,
         context_index=context.index,
         context_group=context.name,
-        first_word=share(config.vocab_size, tensor).start,
+        first_word=share(config.vocab_size, tensor.size, tensor.index).start,
         most_words=-(-config.vocab_size // tensor.size),
     )
     for path, part in _named(module.named_modules(), prefix):
@@ -136,6 +132,6 @@ def shard_of(path: str, parameter: nn.Parameter, config: DecoderConfig, axis: Ax
         return Shard(shape)
     is_vocabulary = path in ("model.embed_tokens.weight", "lm_head.weight")
     whole = config.vocab_size if is_vocabulary else shape[dim] * axis.size
-    part = share(whole, axis)
+    part = share(whole, axis.size, axis.index)
     assert len(part) == shape[dim], f"{path}: {shape} is no share of {whole} along dim {dim}"
     return Shard((*shape[:dim], whole, *shape[dim + 1 :]), dim, part.start)

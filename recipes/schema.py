@@ -276,6 +276,9 @@ class Parallel:
     sequence: bool = knob(
         True, "with tensor > 1: norms and residuals are split by tokens over the same ranks"
     )
+    across_hosts: bool = knob(
+        False, "let a tensor group span hosts, whose network is slower than their inside"
+    )
     pipeline: int = knob(1, "pipeline stages", low=1, high=2**20)
     bounds: Any = knob(
         None,

@@ -19,6 +19,7 @@ from typing import Any
 
 from data.schedule import read_schedule
 from data.stream import open_stream
+from parallel.layout import most_parameters
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
@@ -110,7 +111,7 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
         engine.is_offloaded,
         recipe.optim.name,
     )
-    share = settled.num_parameters / (layout.tensor * layout.pipeline)
+    share = most_parameters(recipe.model, layout)
     return {
         "bytes_per_parameter": parts,
         "parameters_of_rank": share,

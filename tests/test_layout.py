@@ -61,7 +61,7 @@ def test_every_rank_has_one_place_and_tensor_ranks_are_neighbours():
         ({"parallel": Parallel(pipeline=2)}, 2, 3, ["ZeRO-3", "zero=1, 2 or 3"]),
         ({"parallel": Parallel(pipeline=8)}, 8, 1, ["num_hidden_layers=4", "at most 4"]),
         ({"parallel": Parallel(tensor=4), "kv_heads": 2}, 4, 1, ["2 key-value", "sizes: 1, 2"]),
-        ({"parallel": Parallel(context=2, pipeline=2)}, 4, 1, ["does not combine"]),
+        ({"parallel": Parallel(context=2, pipeline=2)}, 4, 1, ["parallel.context=2 with parallel.pipeline=2", "do not combine"]),
         ({"parallel": Parallel(context=2), "seq_len": 31}, 2, 1, ["seq_len=31", "30 or 32"]),
     ],
 )
