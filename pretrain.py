@@ -36,7 +36,7 @@ from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
 from data.windows import Batch
-from parallel.layout import Layout
+from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
@@ -323,7 +323,7 @@ def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[s
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
-        "layout.json": settled.layout.as_dict(),
+        "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
         "environment.json": run_folder.environment(ROOT, me.device),
     }
@@ -357,6 +357,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {settled.num_parameters:,} parameters, {settled.total_steps} steps of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
         settled.layout.describe(),
+        *describe_places(settled.layout, run.process.local_world),
     ]
     for use in run.stream.usage(settled.last_step):
         lines.append(

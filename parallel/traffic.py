@@ -12,6 +12,7 @@ head_dim, w bytes of an activation, P parameters of this rank.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from model.cost import BYTES
 from parallel.layout import Coordinates, Layout, share
@@ -71,6 +72,32 @@ def context_bytes(recipe: Recipe, layout: Layout, micro_batches: int) -> Counter
     kv_heads = max(model.num_key_value_heads // layout.tensor, size)
     once = tokens * (2 * heads + 2 * kv_heads) * head_dim(model) * width
     return Counter({EXCHANGE: micro_batches * (2 * blocks + again) * once})
+
+
+def gathers(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> tuple[int, int]:
+    """Under ZeRO-3, gathers of one micro-batch and their bytes: (count, bytes).
+
+    Forward and backward each gather the embedding, the head and every block whole, save parameters
+    below the threshold of persistence, which stay. A block that DeepSpeed still holds is not
+    gathered again, so this is the most there can be.
+    """
+    model, width = recipe.model, BYTES[recipe.precision]
+    threshold = json["zero_optimization"].get("stage3_param_persistence_threshold", 0)
+    matrices = weights_of_block(model, layout.tensor)
+    words = -(-model.vocab_size // layout.tensor) * model.hidden_size
+    ends = [words] * (1 if model.tie_word_embeddings else 2)
+    block = sum(size for size in matrices if size > threshold)
+    parts = [size for size in ends if size > threshold] + [block] * model.num_hidden_layers
+    parts = [size for size in parts if size]
+    return 2 * len(parts), 2 * sum(parts) * width
+
+
+def weights_of_block(model: Model, tensor: int) -> list[int]:
+    """Elements of a tensor rank's part of each matrix of a block."""
+    hidden, dim = model.hidden_size, head_dim(model)
+    query, key = model.num_attention_heads * dim, model.num_key_value_heads * dim
+    widths = (query, key, key, query, *(model.intermediate_size,) * 3)
+    return [hidden * width // tensor for width in widths]
 
 
 def head_dim(model: Model) -> int:

@@ -286,6 +286,7 @@ def _check_together(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]
             f"{OFFLOAD} with parallel.pipeline={recipe.parallel.pipeline}: DeepSpeed 0.19.8 drops"
             " the gradient of tied weights there; use zero=pipeline"
         )
+    problems += _check_cut(leaves, recipe, preset)
     bucket, origin = leaves.get("zero_optimization.allgather_bucket_size", (2, ""))
     if preset.stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
         problems.append(
@@ -306,6 +307,30 @@ def _check_together(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]
                 f"{_shown(key, 'bf16', leaves[key][1])} contradicts precision=fp32, the reference;"
                 " use precision=bf16"
             )
+    return problems
+
+
+def _check_cut(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]:
+    """Rules between the JSON and modules that are cut over ranks."""
+    axes, problems = recipe.parallel, []
+    if preset.stage != 3 or axes.tensor * axes.context == 1:
+        return problems
+    key = "zero_optimization.leaf_module.classes"
+    classes, origin = leaves.get(key, ([], preset.shown))
+    if "Block" not in classes:
+        problems.append(
+            f"{_shown(key, classes, origin)} with parallel.tensor={axes.tensor}, parallel.context="
+            f"{axes.context}: a cut block uses several weights at a time, so ZeRO-3 must gather it"
+            " whole; add Block"
+        )
+    key = "zero_optimization.zero_hpz_partition_size"
+    size, origin = leaves.get(key, (1, ""))
+    if not _equal(size, 1):
+        problems.append(
+            f"{_shown(key, size, origin)} with parallel.tensor={axes.tensor}, parallel.context="
+            f"{axes.context}: DeepSpeed makes the groups of its second copy over all ranks, as if"
+            " there were no other axis; remove it"
+        )
     return problems
 
 
