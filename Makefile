@@ -1,7 +1,7 @@
 # The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
-#   RUN=tiny  STEP=100  PROMPT="The Congress"
+#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -10,6 +10,7 @@ RECIPE ?= tiny
 NPROC ?= 1
 OVERRIDES ?=
 WORLD ?=
+RANK ?= 0
 FIND ?=
 PORT ?= 6006
 RUN ?= $(RECIPE)
@@ -18,7 +19,7 @@ PROMPT ?=
 TESTS ?= tests
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD RANK FIND PORT TESTS RUN STEP PROMPT PYTHON
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -37,7 +38,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given
+.PHONY: help pretrain test lint format show dryrun recipes knobs checkpoints verify export sample tensorboard bench python-given
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +54,9 @@ pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+
+dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
+	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
 
 recipes: $(READY) ## the recipes, with size and layout
 	@exec "$(PYTHON)" -m recipes.list
