@@ -71,6 +71,11 @@ def make_mesh(layout: Layout, rank: int) -> Mesh:
     return Mesh(layout, place, **axes)
 
 
+def forget_groups() -> None:
+    """After the end of the process group, whose groups ended with it."""
+    _MADE.clear()
+
+
 # What stays equal inside a group of each axis.
 FIXED: dict[str, Callable[[Coordinates], Coordinates]] = {
     "tensor": lambda place: place._replace(tensor=0),

@@ -31,7 +31,7 @@ from model.cost import activation_bytes
 from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
-from parallel.mesh import Mesh, make_mesh, members
+from parallel.mesh import Mesh, forget_groups, make_mesh, members
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
@@ -72,14 +72,15 @@ def collect(
     ranks = axes.tensor * axes.pipeline * axes.context
     ranks = ranks if world is None else read_ranks("WORLD", world)
     settled = settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
-    confirm(settled.config)
     number = read_rank(rank, ranks)
+    confirm(settled.config)
     join_fake(number, ranks)
     try:
         mesh = make_mesh(settled.layout, number)
         return describe(recipe, settled, mesh, number, build_part(recipe, mesh))
     finally:
         dist.destroy_process_group()
+        forget_groups()
 
 
 def read_rank(given: str, world: int) -> int:
@@ -104,8 +105,8 @@ def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
     """The modules of one rank, without memory. ZeRO-3's cut of each weight is arithmetic here."""
     from deepspeed import comm
 
-    engine.quiet()
-    comm.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+    engine.prepare_deepspeed(torch.device("cpu"))
+    comm.init_distributed(auto_mpi_discovery=False, verbose=False)
     if mesh.layout.pipeline > 1:
         from runtime.engine_pipeline import build_stage
 

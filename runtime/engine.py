@@ -159,12 +159,7 @@ def build(
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
     from deepspeed.utils import groups
 
-    quiet()
-    import_muon_uncompiled()
-    if process.device.type == "cpu":
-        # A shared-memory op that training does not use; building it takes a minute and a killed
-        # build leaves a lock that later runs wait on.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    prepare_deepspeed(process.device)
     deepspeed.init_distributed()
     mesh = make_mesh(layout, process.rank)
     if layout.pipeline > 1:
@@ -231,6 +226,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def prepare_deepspeed(device: torch.device) -> None:
+    """Import it without what takes long and is not used here."""
+    import deepspeed
+
+    quiet()
+    import_muon_uncompiled()
+    if device.type == "cpu":
+        # A shared-memory op that training does not use; building it takes a minute and a killed
+        # build leaves a lock that later runs wait on.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def import_muon_uncompiled() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import OptimizerStep
 
 from model.decoder import compile_blocks
@@ -65,7 +66,7 @@ class PipelineEngine(plain.Engine):
             open_phase.enter_context(phase("compute"))
             loss = self.ds.train_batch(items)
         # DeepSpeed stops its timer of each step, and keeps all times until somebody prints them.
-        self.ds.timers("train_batch").reset()
+        self.ds.timers(TRAIN_BATCH_TIMER).reset()
         return plain.StepResult(
             loss=loss,
             grad_norm=self.ds.get_global_grad_norm(),

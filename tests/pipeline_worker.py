@@ -129,7 +129,7 @@ def run_case(recipe: Recipe, sent: list[int]) -> dict[str, Any]:
     is_same = all(torch.equal(before[name], p) for name, p in stage.named_parameters())
     healed = run.step(STEPS)
     seen["poisoned"] = everyone((poisoned.skipped, is_same, healed.skipped))
-    seen["losses"] = everyone(float(healed.loss))
+    seen["results"] = everyone((float(healed.loss), float(healed.grad_norm)))
     seen["names"] = everyone(names)
     embeddings = [p for name, p in stage.named_parameters() if "embed_tokens" in name]
     seen["copies"] = everyone([p.detach().float().tolist() for p in embeddings])
