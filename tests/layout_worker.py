@@ -55,7 +55,9 @@ def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
         qk_norm=not case.tied,
         qkv_bias=case.tied,
     )
-    return dataclasses.replace(recipe, model=model)
+    # A rate at which rounding does not grow: Adam turns noise in tiny gradients into whole steps.
+    optim = dataclasses.replace(recipe.optim, lr=3e-3)
+    return dataclasses.replace(recipe, model=model, optim=optim)
 
 
 def engine_of(recipe: Recipe) -> tuple[Engine, Stream, Any]:
