@@ -11,6 +11,7 @@ NPROC ?= 1
 OVERRIDES ?=
 WORLD ?=
 RANK ?= 0
+ALL ?=
 FIND ?=
 PORT ?= 6006
 RUN ?= $(RECIPE)
@@ -19,7 +20,7 @@ PROMPT ?=
 TESTS ?= tests
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD RANK FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -38,7 +39,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show dryrun recipes knobs checkpoints verify export sample tensorboard bench python-given
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench matrix python-given
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -54,6 +55,9 @@ pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+
+layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
+	@exec "$(PYTHON)" -m parallel.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) -- "$(RECIPE)" $(OVERRIDES)
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
 	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
@@ -90,3 +94,6 @@ format: $(READY) ## ruff format and fix
 
 bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Trainer
 	@exec "$(PYTHON)" -m benchmarks.step
+
+matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
+	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")

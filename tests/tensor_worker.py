@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from layout_cases import Case
 from layout_worker import engine_of, recipe_of, replicas_differ
-from parity_worker import start_once
+from parity_worker import full_weights, start_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.stream import Stream
@@ -29,7 +29,7 @@ from parallel import collectives, tensor
 from parallel.layout import most_parameters, parameters_of
 from parallel.mesh import make_mesh
 from parallel.traffic import ALL_REDUCE, EXCHANGE, GATHER, SCATTER, context_bytes, tensor_bytes
-from recipes.schema import UserError
+from recipes.schema import Recipe, UserError
 from runtime import process
 from runtime.batches import to_device
 from runtime.engine import Engine, decoder_config
@@ -99,6 +99,7 @@ def counts(case: Case, corpus: Path, listening: Listening) -> dict:
     """Bytes that one step says, and those of the formulas; parameters held, and those foretold."""
     recipe = recipe_of(case, corpus)
     engine, stream, settled = engine_of(recipe)
+    is_initial = has_initial_weights(engine, recipe)
     one_step(engine, stream, settled, 1)
     listening.heard.clear()
     one_step(engine, stream, settled, 2)
@@ -109,10 +110,28 @@ def counts(case: Case, corpus: Path, listening: Listening) -> dict:
     return {
         "heard": dict(listening.heard),
         "foretold": dict(foretold),
+        "is_initial": is_initial,
         "held": held,
         "parameters": parameters_of(recipe.model, layout, engine.mesh.place),
         "most": most_parameters(recipe.model, layout),
     }
+
+
+def has_initial_weights(engine: Engine, recipe: Recipe) -> bool:
+    """Whether every weight is its part of the one that (seed, name) gives, to the bit."""
+    named, config = dict(engine.model.named_parameters()), decoder_config(recipe)
+    dtype = next(iter(named.values())).dtype
+    return all(
+        torch.equal(
+            weight,
+            part(
+                initial_weight(name, named[name].shard.full, recipe.seed, config).to(dtype),
+                named[name],
+                weight.shape,
+            ).float(),
+        )
+        for name, weight in full_weights(engine).items()
+    )
 
 
 def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
@@ -127,7 +146,7 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
     with torch.no_grad():
         for name, parameter in cut.named_parameters():
             drawn = initial_weight(name, parameter.shard.full, 3, config)
-            parameter.copy_(part(drawn, parameter))
+            parameter.copy_(part(drawn, parameter, parameter.shape))
     if compiled:
         compile_blocks(cut.model.layers, backend="aot_eager")
     torch.manual_seed(1)
@@ -136,13 +155,14 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
     segments[0, 5:], segments[1, 17:] = 1, 1
     labels = words.roll(-1, 1)
     labels[:, ::3] = -100
+    labels[0, 1] = config.vocab_size - 1  # the last row of the last rank
     losses = [m(words, segments, labels=labels, num_items_in_batch=40).loss for m in (whole, cut)]
     for loss in losses:
         loss.backward()
     worst = abs(losses[0].item() - losses[1].item())
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     for name, parameter in cut.named_parameters():
-        difference = part(gradients[name], parameter) - parameter.grad
+        difference = part(gradients[name], parameter, parameter.shape) - parameter.grad
         worst = max(worst, float(difference.abs().max()))
     return worst
 
@@ -154,12 +174,12 @@ def settle_layout(recipe):
     return settle(recipe, dist.get_world_size(), schedule).layout
 
 
-def part(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard of a full tensor."""
+def part(full: torch.Tensor, parameter: torch.nn.Parameter, shape) -> torch.Tensor:
+    """This rank's shard, of `shape`, of a full tensor."""
     shard = parameter.shard
     if shard.dim is None:
         return full
-    return full.narrow(shard.dim, shard.offset, parameter.shape[shard.dim])
+    return full.narrow(shard.dim, shard.offset, shape[shard.dim])
 
 
 def overlap(corpus: Path) -> list[str]:

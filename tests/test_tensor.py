@@ -121,6 +121,10 @@ def test_selective_recomputation_says_nothing_twice(seen):
     assert selective == without > 0
 
 
+def test_initial_weights_are_parts_of_those_of_one_process(seen):
+    assert all(rank["is_initial"] for ranks in seen["counts"].values() for rank in ranks)
+
+
 def test_a_rank_holds_the_parameters_that_are_foretold(seen):
     for name, ranks in seen["counts"].items():
         assert all(rank["held"] == rank["parameters"] for rank in ranks), name
