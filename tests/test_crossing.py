@@ -12,7 +12,7 @@ from ranks import run_ranks
 from checkpoint.export import export
 
 WORKER = Path(__file__).with_name("crossing_worker.py")
-TIMEOUT_S = 180
+TIMEOUT_S = 280
 
 
 @pytest.fixture(scope="module")

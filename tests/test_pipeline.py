@@ -27,7 +27,7 @@ from recipes.schema import UserError
 from runtime.engine import decoder_config
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 BF16 = [name for name in CASES if "bf16" in name]
 FP32 = [name for name in CASES if name not in BF16]
 
