@@ -24,7 +24,6 @@ from model.loss import Head
 from model.recompute import recomputed, run
 
 
-
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions; bias on q, k, v (Qwen2) and RMSNorm per
     head (Qwen3) optional.

@@ -15,7 +15,7 @@ _OPS = torch.ops._c10d_functional
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """The result of a `start_`, complete (on CUDA: in the order of the stream, without the host)."""
+    """The result of a `start_`, complete; on CUDA in the order of the stream, without the host."""
     return _OPS.wait_tensor(tensor)
 
 

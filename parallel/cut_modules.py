@@ -1,7 +1,7 @@
 """Modules of the decoder that work on a part, and what they say to the other ranks.
 
-    Attention, MLP   gather tokens -> products with some rows of each weight        backward: scatter
-    RowLinear        product with some columns -> sum over ranks, scatter tokens    backward: gather
+    Attention, MLP   gather tokens -> products with some rows of weights        backward: scatter
+    RowLinear        product with some columns -> sum, scatter tokens           backward: gather
     Embedding, Head  some words of the vocabulary; logits are never whole
     SharedNorm       whole weight, some of the tokens or heads: gradients are summed
 
@@ -309,7 +309,7 @@ class CutHead(Head):
 def judge_part(
     cut: Cut, logits: Tensor, target: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`loss.judge` where logits (n, own words) are a part, as in Megatron-LM (Shoeybi et al., 2019).
+    """`loss.judge` of logits (n, own words) that are a part (Megatron-LM, Shoeybi et al., 2019).
 
     The losses (n, 1) are whole and equal on all ranks, the gradient is that of the part.
     """

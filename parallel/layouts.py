@@ -2,9 +2,9 @@
 
     python -m parallel.layouts [--world 1024] [--all] -- 70b micro_batch=1
 
-Prints what may not be combined, the legal layouts with what they cost, and for every illegal one the
-rule it breaks. The one rule: it decides nothing itself; `parallel.legal` refuses here as it does
-when a run starts.
+Prints what may not be combined, the legal layouts with what they cost, and for every illegal one
+the rule it breaks. The one rule: it decides nothing itself; `parallel.legal` refuses here as it
+does when a run starts.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ def sort(
     `own` is the ZeRO stage of the recipe, whose file of DeepSpeed keys is kept where it applies.
     """
     legal, illegal = [], defaultdict(list)
-    for candidate, stage in candidates(recipe, world):
-        is_piped = candidate.parallel.pipeline > 1
-        if stage == own and is_piped == (recipe.parallel.pipeline > 1):
-            candidate = replace(candidate, zero=recipe.zero)
+    for plain, stage in candidates(recipe, world):
+        is_own = (plain.parallel.pipeline > 1) == (recipe.parallel.pipeline > 1) and stage == own
+        candidate = replace(plain, zero=recipe.zero) if is_own else plain
         name = overrides(candidate.parallel, stage)
         pairs = refused_pairs(candidate, stage)
         # By kind, not once per size.
@@ -118,7 +117,10 @@ def text(
     lines += ["", f"illegal: {len({name for names in illegal.values() for name in names})}"]
     for problem, names in illegal.items():
         count = f"{len(names)} layouts" if len(names) > 1 else "1 layout"
-        lines += [f"  {problem}", f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}"]
+        lines += [
+            f"  {problem}",
+            f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}",
+        ]
     return lines
 
 

@@ -14,20 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from model.cost import BYTES
-from parallel.layout import Coordinates, Layout, share
+from model.cost import BYTES, blocks_recomputed
+from parallel.layout import Layout
 from recipes.schema import Model, Recipe
 
 ALL_REDUCE, GATHER, SCATTER, EXCHANGE = "all_reduce", "gather", "scatter", "exchange"
 FP32 = 4
-
-
-def blocks_recomputed(recompute: str, blocks: int) -> int:
-    """How many of the first `blocks` blocks run again whole in backward."""
-    if recompute == "full":
-        return blocks
-    every = recompute.partition("every-")[2]
-    return -(-blocks // int(every)) if every else 0
 
 
 def tensor_bytes(recipe: Recipe, layout: Layout, micro_batches: int) -> Counter[str]:

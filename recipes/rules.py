@@ -94,7 +94,7 @@ def _stop_is_reached(stop_after, steps) -> str | None:
 def _recompute(recompute, compiles) -> str | None:
     if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
         return (
-            f"recompute={recompute} is none of none, selective, full, every-K (every-2: every second"
+            f"recompute={recompute} is not none, selective, full or every-K (every-2: every second"
             " block)"
         )
     if recompute == "selective" and compiles:

@@ -2,7 +2,8 @@
 
 The one rule: the whole weight is a function of (seed, name), and a rank takes its part of it: of a
 cut parameter its shard, under ZeRO-3 of that a flat range. Only the rows that the part touches are
-drawn, a few at a time, so ranks share the work and no host holds more than it must. Units: elements.
+drawn, a few at a time, so ranks share the work and no host holds more than it must. Units:
+elements.
 """
 
 from __future__ import annotations

@@ -67,7 +67,12 @@ def test_every_rank_has_one_place_and_tensor_ranks_are_neighbours():
         ({"parallel": Parallel(pipeline=2)}, 2, 3, ["ZeRO-3", "zero=1, 2 or 3"]),
         ({"parallel": Parallel(pipeline=8)}, 8, 1, ["num_hidden_layers=4", "at most 4"]),
         ({"parallel": Parallel(tensor=4), "kv_heads": 2}, 4, 1, ["2 key-value", "sizes: 1, 2"]),
-        ({"parallel": Parallel(context=2, pipeline=2)}, 4, 1, ["parallel.context=2 with parallel.pipeline=2", "do not combine"]),
+        (
+            {"parallel": Parallel(context=2, pipeline=2)},
+            4,
+            1,
+            ["parallel.context=2 with parallel.pipeline=2", "do not combine"],
+        ),
         ({"parallel": Parallel(context=2), "seq_len": 31}, 2, 1, ["seq_len=31", "30 or 32"]),
     ],
 )
@@ -169,7 +174,7 @@ def test_all_broken_rules_are_reported_together():
 
 def test_a_tensor_group_crosses_hosts_only_if_asked_to():
     cluster = Cluster(gpus_per_node=2)
-    with pytest.raises(UserError, match="would cross hosts.*across_hosts=true"):
+    with pytest.raises(UserError, match=r"would cross hosts.*across_hosts=true"):
         solve(recipe(Parallel(tensor=4), cluster=cluster), world=4, stage=1)
     axes = Parallel(tensor=4, across_hosts=True)
     assert solve(recipe(axes, cluster=cluster), world=4, stage=1).tensor == 4

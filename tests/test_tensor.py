@@ -146,4 +146,4 @@ def test_gradients_of_tokens_travel_while_those_of_weights_are_computed(seen):
 def test_a_rank_that_fails_in_a_step_ends_the_launch(launch):
     _, done = launch
     assert done.returncode != 0
-    assert done.stdout.count("rank 1 gives up in the middle of a step") == 1
+    assert done.stdout.count("UserError: rank 1 gives up in the middle of a step") == 1
