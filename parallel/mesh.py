@@ -93,8 +93,15 @@ def members(layout: Layout, rank: int, axis: str) -> list[int]:
 
 
 def _own_group(layout: Layout, rank: int, axis: str) -> dist.ProcessGroup:
-    # Only members take part in making a group: a rank need not know the thousands of others.
-    return dist.new_group(members(layout, rank, axis), use_local_synchronization=True)
+    own = members(layout, rank, axis)
+    if not _MADE:
+        # Only members take part in making a group: a rank need not know the thousands of others.
+        return dist.new_group(own, use_local_synchronization=True)
+    # But torch then names it by how many groups a rank is in, and that differs once a pipeline has
+    # tied its first and last stage: the members would wait for each other under different names.
+    every = sorted({tuple(members(layout, other, axis)) for other in range(layout.world)})
+    made = {ranks: dist.new_group(list(ranks)) for ranks in every}
+    return made[tuple(own)]
 
 
 class ModelParallelUnit:
