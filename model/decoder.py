@@ -46,9 +46,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        q_BTHD, k_BTKD, v_BTKD = (
-            x.unflatten(-1, (-1, self.head_dim)) for x in self.enter(hidden)
-        )
+        q_BTHD, k_BTKD, v_BTKD = (x.unflatten(-1, (-1, self.head_dim)) for x in self.enter(hidden))
         if self.has_qk_norm:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         q_BTHD, k_BTKD = (rotate(x, attend.cos, attend.sin) for x in (q_BTHD, k_BTKD))
