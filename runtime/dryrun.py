@@ -209,9 +209,10 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
     )
     if is_sequence:  # every element that is kept belongs to a part of the tokens or of the heads
         shape = dataclasses.replace(shape, hidden_size=recipe.model.hidden_size // parts)
-    how = "full" if recipe.recompute == "full" else "none"  # the others keep less than none
     length = recipe.seq_len // layout.context
-    counted = activation_bytes(shape, recipe.micro_batch, length, recipe.precision, how)
+    counted = activation_bytes(
+        shape, recipe.micro_batch, length, recipe.precision, recipe.recompute
+    )
     # One forward, one backward: stage s of p holds p - s micro-batches at a time.
     count = max(number for _, number in layout.accumulation)
     held = min(layout.pipeline - place.pipeline, count)
