@@ -75,21 +75,22 @@ def gathers(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> tuple[int, 
     """
     model, width = recipe.model, BYTES[recipe.precision]
     threshold = json["zero_optimization"].get("stage3_param_persistence_threshold", 0)
-    matrices = weights_of_block(model, layout.tensor)
     words = -(-model.vocab_size // layout.tensor) * model.hidden_size
-    ends = [words] * (1 if model.tie_word_embeddings else 2)
-    block = sum(size for size in matrices if size > threshold)
+    ends = [words, model.hidden_size] + ([] if model.tie_word_embeddings else [words])
+    block = sum(size for size in weights_of_block(model, layout.tensor) if size > threshold)
     parts = [size for size in ends if size > threshold] + [block] * model.num_hidden_layers
     parts = [size for size in parts if size]
     return 2 * len(parts), 2 * sum(parts) * width
 
 
 def weights_of_block(model: Model, tensor: int) -> list[int]:
-    """Elements of a tensor rank's part of each matrix of a block."""
+    """Elements of a tensor rank's part of each weight of a block."""
     hidden, dim = model.hidden_size, head_dim(model)
     query, key = model.num_attention_heads * dim, model.num_key_value_heads * dim
     widths = (query, key, key, query, *(model.intermediate_size,) * 3)
-    return [hidden * width // tensor for width in widths]
+    biases = [query // tensor, key // tensor, key // tensor] if model.qkv_bias else []
+    norms = [hidden, hidden] + ([dim, dim] if model.qk_norm else [])
+    return [hidden * width // tensor for width in widths] + biases + norms
 
 
 def head_dim(model: Model) -> int:

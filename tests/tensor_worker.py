@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from layout_cases import Case
 from layout_worker import engine_of, recipe_of, replicas_differ
-from parity_worker import full_weights, start_once
+from parity_worker import PERSIST_NOTHING, full_weights, start_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.stream import Stream
@@ -28,7 +28,15 @@ from model.init import fill, initial_weight
 from parallel import collectives, tensor
 from parallel.layout import most_parameters, parameters_of
 from parallel.mesh import make_mesh
-from parallel.traffic import ALL_REDUCE, EXCHANGE, GATHER, SCATTER, context_bytes, tensor_bytes
+from parallel.traffic import (
+    ALL_REDUCE,
+    EXCHANGE,
+    GATHER,
+    SCATTER,
+    context_bytes,
+    gathers,
+    tensor_bytes,
+)
 from recipes.schema import Recipe, UserError
 from runtime import process
 from runtime.batches import to_device
@@ -197,6 +205,33 @@ def overlap(corpus: Path) -> list[str]:
     return order.names
 
 
+def stage_3_gathers(corpus: Path) -> dict:
+    """Bytes gathered in one step of one and of two micro-batches under ZeRO-3, and the formula's.
+
+    With a threshold of 0, so that no weight stays; the step itself gathers nothing then.
+    """
+    found: dict[str, Any] = {"heard": []}
+    gather = dist.all_gather_into_tensor
+    heard: list[int] = []
+
+    def said(output, *arguments, **keywords):
+        heard.append(output.numel() * output.element_size())
+        return gather(output, *arguments, **keywords)
+
+    for accumulation in (1, 2):
+        case = Case(data=2, stage=3, accumulation=accumulation)
+        recipe = recipe_of(case, corpus, ds={"zero_optimization": PERSIST_NOTHING})
+        engine, stream, settled = engine_of(recipe)
+        one_step(engine, stream, settled, 1)
+        heard.clear()
+        dist.all_gather_into_tensor = said
+        one_step(engine, stream, settled, 2)
+        dist.all_gather_into_tensor = gather
+        found["heard"].append([len(heard), sum(heard)])
+    found["foretold"] = gathers(recipe, settled.layout, settled.config)
+    return found
+
+
 def selective_says_nothing_more(corpus: Path) -> list[int]:
     """Collectives of one step in the tensor group, without and with selective recomputation.
 
@@ -237,6 +272,7 @@ def main(out: Path, corpus: Path) -> None:
         dist.all_gather_object(found, counts(case, corpus, listening))
         seen["counts"][case.name] = found
     collectives._OPS = listening.ops
+    seen["gathers"] = stage_3_gathers(corpus)
     seen["selective"] = selective_says_nothing_more(corpus)
     seen["replicas"] = replicas(corpus)
     if dist.get_rank() == 0:

@@ -17,6 +17,11 @@ from parity_worker import STEPS
 from plain_loop import plain_loop, relative
 from ranks import run_command, run_ranks
 
+from data.schedule import read_schedule
+from recipes.compose import compose
+from recipes.schema import UserError
+from runtime.settle import settle
+
 TESTS = Path(__file__).parent
 TIMEOUT_S = 280
 COVER = cover(case for case in every() if case.world == 4)
@@ -119,6 +124,43 @@ def test_what_ranks_say_is_what_the_formulas_foretell(seen):
 def test_selective_recomputation_says_nothing_twice(seen):
     without, selective = seen["selective"]
     assert selective == without > 0
+
+
+def test_stage_3_gathers_in_every_micro_batch_and_at_most_what_is_foretold(seen):
+    (_, once), (_, twice) = seen["gathers"]["heard"]
+    _, foretold = seen["gathers"]["foretold"]
+    assert 0.5 * foretold < twice - once <= foretold
+
+
+def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
+    recipe = compose("7b", ["zero=3", "parallel.tensor=4"]).recipe
+    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    (line,) = [line for line in settle(recipe, 16, schedule).warnings if "gathers" in line]
+    assert "parallel.tensor=4" in line
+    plain = compose("7b", ["zero=3"]).recipe
+    assert not [line for line in settle(plain, 16, schedule).warnings if "gathers" in line]
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("ds.zero_optimization.leaf_module.classes=[]", "add Block"),
+        ("ds.zero_optimization.zero_hpz_partition_size=2", "zero_hpz_partition_size"),
+    ],
+)
+def test_what_stage_3_cannot_do_with_cut_modules_is_refused(override, part):
+    recipe = compose("7b", ["zero=3", "parallel.tensor=4", override]).recipe
+    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    with pytest.raises(UserError) as refused:
+        settle(recipe, 16, schedule)
+    assert part in str(refused.value)
+
+
+def test_recompute_is_checked_when_composing():
+    with pytest.raises(UserError, match="every-0"):
+        compose("tiny", ["recompute=every-0"])
+    with pytest.raises(UserError, match="compile=true"):
+        compose("tiny", ["recompute=selective", "compile=true"])
 
 
 def test_initial_weights_are_parts_of_those_of_one_process(seen):
