@@ -61,10 +61,10 @@ def test_losses_and_norms_are_those_of_a_plain_loop(seen, short_documents, name)
 
 @pytest.mark.parametrize("name", BF16)
 def test_in_bf16_losses_stay_near_those_of_fp32(seen, short_documents, name):
-    """Measured: 0.0011 at most over the 6 steps; 8 bits of mantissa round to 0.004."""
+    """Measured: 1.1e-4 at most over the 6 steps."""
     recipe = dataclasses.replace(recipe_of(name, short_documents), precision="fp32")
     case = seen["cases"][name]
-    assert relative(case["loss"], plain_loop(recipe, STEPS)["loss"]) < 4e-3
+    assert relative(case["loss"], plain_loop(recipe, STEPS)["loss"]) < 1e-3
     assert case["class"] == "BF16_Optimizer"
 
 
