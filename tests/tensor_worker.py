@@ -205,28 +205,33 @@ def overlap(corpus: Path) -> list[str]:
     return order.names
 
 
-def stage_3_gathers(corpus: Path) -> dict:
+def listen_to_gathers() -> list[int]:
+    """The bytes of each gather from now on; DeepSpeed keeps the function that it finds first."""
+    gather = dist.all_gather_into_tensor
+    heard: list[int] = []
+
+    def said(*arguments, **keywords):
+        output = arguments[0] if arguments else keywords["output_tensor"]
+        heard.append(output.numel() * output.element_size())
+        return gather(*arguments, **keywords)
+
+    dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = said
+    return heard
+
+
+def stage_3_gathers(corpus: Path, heard: list[int]) -> dict:
     """Bytes gathered in one step of one and of two micro-batches under ZeRO-3, and the formula's.
 
     With a threshold of 0, so that no weight stays; the step itself gathers nothing then.
     """
     found: dict[str, Any] = {"heard": []}
-    gather = dist.all_gather_into_tensor
-    heard: list[int] = []
-
-    def said(output, *arguments, **keywords):
-        heard.append(output.numel() * output.element_size())
-        return gather(output, *arguments, **keywords)
-
     for accumulation in (1, 2):
         case = Case(data=2, stage=3, accumulation=accumulation)
         recipe = recipe_of(case, corpus, ds={"zero_optimization": PERSIST_NOTHING})
         engine, stream, settled = engine_of(recipe)
         one_step(engine, stream, settled, 1)
         heard.clear()
-        dist.all_gather_into_tensor = said
         one_step(engine, stream, settled, 2)
-        dist.all_gather_into_tensor = gather
         found["heard"].append([len(heard), sum(heard)])
     found["foretold"] = gathers(recipe, settled.layout, settled.config)
     return found
@@ -257,6 +262,7 @@ def replicas(corpus: Path) -> dict:
 
 
 def main(out: Path, corpus: Path) -> None:
+    heard = listen_to_gathers()
     start_once(recipe_of(Case(tensor=2), corpus))
     seen: dict[str, Any] = {"differences": {}, "counts": {}}
     for tied in (False, True):
@@ -272,7 +278,7 @@ def main(out: Path, corpus: Path) -> None:
         dist.all_gather_object(found, counts(case, corpus, listening))
         seen["counts"][case.name] = found
     collectives._OPS = listening.ops
-    seen["gathers"] = stage_3_gathers(corpus)
+    seen["gathers"] = stage_3_gathers(corpus, heard)
     seen["selective"] = selective_says_nothing_more(corpus)
     seen["replicas"] = replicas(corpus)
     if dist.get_rank() == 0:

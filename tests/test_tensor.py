@@ -129,7 +129,9 @@ def test_selective_recomputation_says_nothing_twice(seen):
 def test_stage_3_gathers_in_every_micro_batch_and_at_most_what_is_foretold(seen):
     (_, once), (_, twice) = seen["gathers"]["heard"]
     _, foretold = seen["gathers"]["foretold"]
-    assert 0.5 * foretold < twice - once <= foretold
+    assert (
+        foretold / 2 <= twice - once <= foretold
+    )  # half: what is still held is not gathered again
 
 
 def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
