@@ -103,10 +103,7 @@ def join_fake(rank: int, world: int) -> None:
 
 def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
     """The modules of one rank, without memory. ZeRO-3's cut of each weight is arithmetic here."""
-    from deepspeed import comm
-
-    engine.prepare_deepspeed(torch.device("cpu"))
-    comm.init_distributed(auto_mpi_discovery=False, verbose=False)
+    engine.join_deepspeed(torch.device("cpu"))
     if mesh.layout.pipeline > 1:
         from runtime.engine_pipeline import build_stage
 

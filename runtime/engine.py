@@ -159,8 +159,7 @@ def build(
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
     from deepspeed.utils import groups
 
-    prepare_deepspeed(process.device)
-    deepspeed.init_distributed()
+    join_deepspeed(process.device)
     mesh = make_mesh(layout, process.rank)
     if layout.pipeline > 1:
         from runtime.engine_pipeline import build_pipeline
@@ -228,8 +227,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def prepare_deepspeed(device: torch.device) -> None:
-    """Import it without what takes long and is not used here."""
+def join_deepspeed(device: torch.device) -> None:
+    """Let it use the process group; without what takes long and is not used here."""
     import deepspeed
 
     quiet()
@@ -238,6 +237,7 @@ def prepare_deepspeed(device: torch.device) -> None:
         # A shared-memory op that training does not use; building it takes a minute and a killed
         # build leaves a lock that later runs wait on.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def import_muon_uncompiled() -> None:
