@@ -1,13 +1,22 @@
 # The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
-#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"
+#   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
+#   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
+#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
 
 RECIPE ?= tiny
-NPROC ?= 1
+NPROC ?=
+HOSTFILE ?=
+INCLUDE ?=
+EXCLUDE ?=
+VIA ?=
+SSH ?=
+PASS ?=
 OVERRIDES ?=
 WORLD ?=
 RANK ?= 0
@@ -17,20 +26,44 @@ PORT ?= 6006
 RUN ?= $(RECIPE)
 STEP ?=
 PROMPT ?=
+SWEEP ?=
+STEPS ?=
+REPEATS ?=
+RUNS ?=
+NAME ?=
+DOC ?=
+TEXT ?=
+EVERY ?=
+A ?=
+B ?=
 TESTS ?= tests
+IN ?=
+OUT ?=
+TOKENIZER ?=
+VOCAB ?= 32000
+WORKERS ?=
+CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON
+KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
+	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
 $(error refused: $(STRANGE): not a variable of this Makefile ($(KNOWN)); knobs go into OVERRIDES="zero=3 run=x")
 endif
 
+LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
+
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PYTHONPATH := $(CURDIR)
-export PROMPT
+# What to start and where. The shell that make starts sees these as variables, so nothing in them is
+# ever read as shell: no quote, no `;`, no command.
+export RECIPE OVERRIDES NPROC HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
+  "--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
 
 ifdef PYTHON
 READY := python-given
@@ -39,7 +72,8 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench matrix python-given
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
+	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -50,17 +84,20 @@ help: ## this list
 python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
-pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine
-	@exec "$(PYTHON)" -m launch.local --nproc "$(NPROC)" -- "recipe=$(RECIPE)" $(OVERRIDES)
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
+	@exec "$(PYTHON)" -m launch.local $(PLACE) "--overrides=$$OVERRIDES" -- "recipe=$$RECIPE"
+
+doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
+	@exec "$(PYTHON)" -m launch.doctor $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
-	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
-	@exec "$(PYTHON)" -m parallel.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) -- "$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m parallel.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
-	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") -- "$(RECIPE)" $(OVERRIDES)
+	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 recipes: $(READY) ## the recipes, with size and layout
 	@exec "$(PYTHON)" -m recipes.list
@@ -80,8 +117,43 @@ export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$(RUN)" --prompt "$$PROMPT" $(if $(STEP),--step "$(STEP)")
 
-tensorboard: $(READY) ## look at runs/ on http://localhost:PORT
-	@exec "$(PYTHON)" -m tensorboard.main --logdir runs --port "$(PORT)"
+# One thread of the tokenizer for each worker process.
+corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
+	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m data.ingest --in "$$IN" --out "$$OUT" \
+	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$(WORKERS)") -- $(OVERRIDES)
+
+corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER=
+	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" -- $(OVERRIDES)
+
+corpus-verify: $(READY) ## read every byte of CORPUS and compare (WORKERS=)
+	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$(WORKERS)")
+
+corpus-info: $(READY) ## what CORPUS holds, how it was made, what was dropped
+	@exec "$(PYTHON)" -m data.info "$$CORPUS"
+
+tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob=value")
+	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$(VOCAB)" \
+	  $(if $(OUT),--out "$$OUT") -- $(OVERRIDES)
+
+compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
+	@exec "$(PYTHON)" -m compare.sweep $(if $(RUNS),--runs "$(RUNS)") --recipe "$(RECIPE)" --nproc "$(NPROC)" \
+	  --sweep "$(SWEEP)" $(if $(STEPS),--steps "$(STEPS)") $(if $(REPEATS),--repeats "$(REPEATS)") \
+	  $(if $(NAME),--name "$(NAME)") -- $(OVERRIDES)
+
+profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
+	@exec "$(PYTHON)" -m compare.profile --run "$(RUN)" $(if $(filter command,$(origin NPROC)),--nproc "$(NPROC)") \
+	  $(if $(STEPS),--steps "$(STEPS)") -- $(OVERRIDES)
+
+tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
+	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
+	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$(PORT)"
+
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
+	@exec "$(PYTHON)" -m data.audit "$(RUN)" $(if $(STEP),--step "$(STEP)") $(if $(DOC),--doc "$(DOC)") $(if $(TEXT),--text) $(if $(EVERY),--every "$(EVERY)")
+
+audit-diff: $(READY) ## where the batches of runs A and B begin to differ
+	@exec "$(PYTHON)" -m data.audit "$(A)" --diff "$(B)"
+
 
 test: $(READY) ## the whole test suite
 	@exec "$(PYTHON)" -m pytest $(TESTS)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import history
-from checkpoint.choose import Keep
+from checkpoint.blocks import Damaged
+from checkpoint.choose import Keep, set_aside
 from checkpoint.comm import Ranks
 from checkpoint.commit import SaveReport, due, save
 from checkpoint.restore import Loaded, load
@@ -42,10 +43,13 @@ from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
-from runtime.engine import Draw, Engine, build, decoder_config, initial
+from runtime.communication import Counter, bytes_by_kind
+from runtime.engine import Draw, Engine, build, decoder_config, initial, untrained
 from runtime.learning_rate import learning_rate
+from runtime.memory import peak_gib
+from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
-from runtime.resuming import compare, standing
+from runtime.resuming import compare, read_state, standing
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
@@ -87,8 +91,10 @@ class Run:
     ranks: Ranks  # for checkpoints, beside training's own group
     lock: Any  # held as long as the run lives
     loaded: Loaded | None
+    origin: str | None  # where the weights of step 0 came from, where it was not chance
     changes: list[Change]
     warnings: list[str]
+    counter: Counter | None  # of communication, where the recipe asks for it
 
     @property
     def after_step(self) -> int:
@@ -101,6 +107,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     None when the run is finished already.
     """
+    process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -113,47 +120,61 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), schedule.tokens_after)
+    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step)
+        say_finished(recipe, stands.step, settled.total_steps)
         return None
-    draw, notes = starting_weights(recipe, stands.step, stream)
+    draw, origin, notes = starting_weights(recipe, stands.step, stream)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    counter = Counter() if recipe.log.communication else None
+    ranks = Ranks()
+    one_origin(ranks, recipe, origin)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
     lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     engine = build(recipe, layout, settled.config, me, draw)
-    ranks = Ranks()
     run = Run(
         recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
-        None, stands.changes, [*warnings, *notes],
+        None, origin, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
     return run
 
 
-def say_finished(recipe: Recipe, step: int) -> None:
+def say_finished(recipe: Recipe, step: int, total_steps: int) -> None:
     """A run that has nothing left to do says so and ends well."""
     if process.launched_rank() == 0:
+        further = "give more steps with allow=[steps]"
+        if step < total_steps:
+            further = f"take stop_after={recipe.stop_after} away ({total_steps} steps are planned)"
         print(
-            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on, give"
-            " more steps with allow=[steps]; to start again, resume=fresh or another run=NAME"
+            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on,"
+            f" {further}; to start again, resume=fresh or another run=NAME"
         )
 
 
-def starting_weights(recipe: Recipe, step: int, stream: Stream) -> tuple[Draw | None, list[str]]:
-    """Where the weights come from, and a note: a checkpoint of this run, `init_from`, or chance."""
+def starting_weights(
+    recipe: Recipe, step: int, stream: Stream
+) -> tuple[Draw | None, str | None, list[str]]:
+    """Where the weights come from: how to draw them, the exact origin, notes. A checkpoint of this
+    run, else `init_from`, else chance."""
     if step:
         if recipe.init_from is None:
-            return None, []
-        return None, [f"init_from={recipe.init_from} began this run, which goes on from its own"]
+            return None, None, []
+        return None, None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
     if recipe.init_from is None:
-        return initial, []
+        return initial, None, []
     weights = weights_from(str(ROOT / recipe.init_from))
+    own = (ROOT / "runs" / recipe.run).resolve()
+    if recipe.resume == "fresh" and weights.folder.resolve().is_relative_to(own):
+        raise UserError(
+            f"init_from={recipe.init_from} lies in the folder that resume=fresh sets aside; choose"
+            f" another name (run={recipe.run}-2)"
+        )
     check_fit(weights, recipe.model)
     check_names(weights, decoder_config(recipe))
     if weights.tokenizer is not None:
@@ -162,7 +183,18 @@ def starting_weights(recipe: Recipe, step: int, stream: Stream) -> tuple[Draw | 
     def draw(name, shape, seed, config, rows):
         return weights.read_rows(name, rows.start, rows.stop)
 
-    return draw, [f"weights from {weights.label}; optimizer, schedule and data start anew"]
+    origin = weights.label.removeprefix(f"{ROOT}/")
+    return draw, origin, [f"weights from {origin}; optimizer, schedule and data start anew"]
+
+
+def one_origin(ranks: Ranks, recipe: Recipe, origin: str | None) -> None:
+    """Raise UserError where the ranks chose different weights; a collective."""
+    found = sorted({str(one) for one in ranks.exchange(origin, "init_from")})
+    if len(found) > 1:
+        raise process.Shared(
+            f"init_from={recipe.init_from}: the ranks found {' and '.join(found)}, because that run"
+            " is training; name the step"
+        )
 
 
 def check_tokenizer(folder: Path, stream: Stream) -> None:
@@ -179,15 +211,21 @@ def check_tokenizer(folder: Path, stream: Stream) -> None:
 
 def restore(run: Run) -> None:
     """Fill the engine from the newest whole checkpoint; a collective."""
-    run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
-    state = RunState.from_dict(run.loaded.state)
-    # The manifest that was looked at before may not be the one that was whole.
-    run.changes = compare(
-        run.loaded.state, run.recipe, run.stream.state(), run.stream.schedule.tokens_after
-    )
+    try:
+        run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
+        state = read_state(run.loaded.state, run.loaded.folder)
+        # The manifest that was looked at before may not be the one that was whole.
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
+    except UserError as error:
+        raise process.Shared(*error.problems) from None
+    damaged = [path for path, _ in run.loaded.damaged]
+    run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
-        restore_random_states(run.loaded.local["random"], run.process.device)
+        try:
+            restore_random_states(run.loaded.local.get("random", {}), run.process.device)
+        except Damaged as damage:
+            raise UserError(f"{run.loaded.folder}: {damage}") from None
 
 
 def train(run: Run) -> None:
@@ -208,10 +246,14 @@ def loop(run: Run, record: Record | None) -> None:
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
     collector = Collector(
         record.ledger if record else None,
-        lambda own: gather_hashes(own, me.device, layout),
+        lambda own: gather_hashes(own, me.device),
         LEDGER_EVERY,
+        [layout.coordinates(rank).data for rank in range(layout.world)],
+        run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    last_save = last_step if recipe.checkpoint.at_end else 0
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -220,24 +262,33 @@ def loop(run: Run, record: Record | None) -> None:
     ) as batches:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
-            with clock.phase("data"):
+            profiler.begin(step)
+            with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
-            result = engine.train_step(
-                micro_batches, data.num_targets, data.num_tokens, clock.phase
-            )
+            if run.counter:
+                run.counter.take()  # what came before belongs to no step
+            if data.is_update:
+                result = engine.train_step(
+                    micro_batches, data.num_targets, data.num_tokens, profiler.phase
+                )
+            else:  # data.skip: the step counts, the weights stay
+                result = untrained(data.num_tokens, me.device)
+            sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
-                with clock.phase("eval"):
+                with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in run.held_out
                     )
-            finished = Finished(data, lr, result, clock.finish(), val_loss)
+            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            profiler.end(step)
 
             collector.add(data)
-            skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
+            if data.is_update:
+                skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
             skipped_steps += result.skipped
             if record:
                 if late:
@@ -245,8 +296,11 @@ def loop(run: Run, record: Record | None) -> None:
                 late = finished
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
+                if data.quarantined:
+                    record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            if is_stuck or due(step, recipe.checkpoint.interval, last_step):
+            is_saved = due(step, recipe.checkpoint.interval, last_save)
+            if is_stuck or is_saved or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -256,15 +310,16 @@ def loop(run: Run, record: Record | None) -> None:
                 if record:
                     record.close("stopped")
                 raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
-            if due(step, recipe.checkpoint.interval, last_step):
+            if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
-                with clock.phase("save"):
+                with profiler.phase("save"):
                     report = save_checkpoint(run, step, health)
                 if record:
                     record.saved(report)
+    peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished")
-    if not report.ok:
+        record.close("finished", peak_memory_gib=peaks)
+    if is_saved and not report.ok:
         raise process.Shared(f"the last step was not saved: {report.problem}")
 
 
@@ -274,11 +329,11 @@ def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
     counted = run.engine.optimizer_step()
     state = RunState(
         step=step,
-        tokens=run.stream.schedule.tokens_after(step),
+        tokens=run.stream.tokens_after(step),
         optimizer_step=step - health["skipped_steps"] if counted is None else counted,
         seed=recipe.seed,
         recipe=dataclasses.asdict(recipe),
-        data=run.stream.state(),
+        data=run.stream.state() | {"past": run.stream.past(step)},
         layout=run.settled.layout.as_dict(),
         versions=run_folder.versions(),
         health=health,
@@ -337,10 +392,10 @@ def open_record(run: Run) -> Record:
         run.settled,
         run.process,
         Ledger(run.folder / "ledger", run.after_step),
-        run.stream.schedule.tokens_after,
+        run.stream.tokens_after,
         run.after_step,
     )
-    history.begin(run.folder, run.recipe.init_from)
+    history.begin(run.folder, run.origin)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
@@ -360,12 +415,13 @@ def banner(run: Run) -> list[str]:
         *describe_places(settled.layout, run.process.local_world),
     ]
     for use in run.stream.usage(settled.last_step):
+        rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
-            f"source {use.uid}: {use.tokens:,} tokens, {use.epochs:.2f} epochs ({use.corpus})"
+            f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    process.leave(main(sys.argv[1:]))

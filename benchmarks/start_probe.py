@@ -82,7 +82,7 @@ def launcher(timeline: Timeline, words: list[str]) -> int:
 
     timeline.mark("launcher: imports")
 
-    def command_of(ranks: int, words: list[str]) -> list[str]:
+    def command_of(words: list[str]) -> list[str]:
         timeline.mark("launcher: compose and check")
         timeline.save()
         module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]

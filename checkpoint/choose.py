@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.blocks import Damaged, check_file, check_size, opened
+from checkpoint.blocks import Damaged, check_file, opened
 from checkpoint.comm import Comm, broadcast
-from checkpoint.manifest import Manifest, committed, read_manifest
+from checkpoint.manifest import (
+    Manifest,
+    committed,
+    none_is_whole,
+    read_manifest,
+    size_problems,
+)
 from checkpoint.storage import Point, data_name, file_digests, index_name, nothing, read_index
 from recipes.schema import UserError
 
@@ -68,17 +74,14 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
     try:
         manifest = read_manifest(folder)
-    except Damaged as damage:
-        return damage.problems
+    except (Damaged, UserError) as error:
+        return error.problems
+    if depth == "sizes":
+        return size_problems(folder, manifest)
     problems = []
     for rank in range(manifest.world):
         try:
-            if depth == "sizes":
-                for name in (data_name(rank), index_name(rank)):
-                    with opened(folder / name) as descriptor:
-                        check_size(descriptor, folder / name, manifest.files[name][0])
-            else:
-                check_rank(folder, rank, manifest.files, depth, seed)
+            check_rank(folder, rank, manifest.files, depth, seed)
         except Damaged as damage:
             problems += damage.problems
     return problems
@@ -107,15 +110,17 @@ def drop_from_cache(path: Path) -> None:
 
 def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None = None) -> Choice:
     """The newest whole checkpoint of a step under `below`, the same on all ranks; a collective."""
-    choice: Choice | str | None = None
+    choice: Choice | list[str] | None = None
     if comm.rank == 0:
         try:
             choice = _look(run_folder / "checkpoints", depth, below)
         except OSError as error:
-            choice = f"{run_folder / 'checkpoints'}: {error.strerror}"
+            choice = [f"{run_folder / 'checkpoints'}: {error.strerror}"]
+        except UserError as error:
+            choice = error.problems
     choice = broadcast(comm, choice, "choice of the checkpoint")
-    if isinstance(choice, str):
-        raise UserError(choice)
+    if isinstance(choice, list):
+        raise UserError(*choice)
     return choice
 
 
@@ -135,20 +140,35 @@ def _look(checkpoints: Path, depth: str, below: int | None) -> Choice:
     for step, folder in reversed(committed(checkpoints)):
         if below is not None and step >= below:
             continue
-        problems = verify(folder, depth)
+        try:
+            manifest = read_manifest(folder)
+            problems = verify(folder, depth)
+        except Damaged as damage:
+            problems = damage.problems
         if not problems:
-            return Choice(Found(step, folder, read_manifest(folder)), damaged)
+            return Choice(Found(step, folder, manifest), damaged)
         damaged.append((folder, problems))
     return Choice(None, damaged)
 
 
-def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
-    """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
-    return UserError(
-        *(problem for _, problems in damaged for problem in problems),
-        f"{damaged[0][0].parent} holds {len(damaged)} checkpoints and none is whole; repair one, or"
-        " start from step 0 with resume=fresh",
-    )
+def set_aside(damaged: Sequence[Path]) -> list[str]:
+    """Rename damaged checkpoints, so that their steps can be saved again; a line about each.
+
+    Only for the writer of the run, once an older one is loaded. Nothing is deleted: what looks
+    damaged may be a disk that is away. Raises UserError.
+    """
+    lines = []
+    for folder in damaged:
+        numbers = (n for n in range(1, 10_000) if not os.path.lexists(f"{folder}.damaged-{n}"))
+        target = folder.with_name(f"{folder.name}.damaged-{next(numbers)}")
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            raise UserError(
+                f"{folder} is damaged and could not be set aside ({error.strerror}); move it away"
+            ) from None
+        lines.append(f"{folder.name} is kept as {target.name}; its step will be saved again")
+    return lines
 
 
 def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Found:

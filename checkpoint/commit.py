@@ -104,7 +104,10 @@ def save(
         made = Manifest(step, epoch, comm.world, state, files)
         notes = phase("commit", lambda: _commit(temporary, final, made, point), only=0)[0]
         phase("verify", lambda: check_rank(final, comm.rank, files, verify))
-        removed = phase("prune", lambda: prune(checkpoints, keep, step, epoch, point), only=0)[0]
+        removed, more = phase(
+            "prune", lambda: _prune(checkpoints, keep, step, epoch, point), only=0
+        )[0]
+        notes = [*notes, *more]
     except SaveFailed as failure:
         problem = str(failure)
         if comm.rank == 0:
@@ -197,6 +200,17 @@ def _commit(temporary: Path, final: Path, made: Manifest, point: Point) -> list[
     except OSError as error:
         return [f"the hint 'latest' was not written, which no run depends on: {_cause(error)}"]
     return []
+
+
+def _prune(
+    checkpoints: Path, keep: Keep, step: int, epoch: int, point: Point
+) -> tuple[list[int], list[str]]:
+    """Steps that went, and a note when one cannot be removed: the new checkpoint is none the
+    worse."""
+    try:
+        return prune(checkpoints, keep, step, epoch, point), []
+    except OSError as error:
+        return [], [f"older checkpoints were not removed: {_cause(error)}"]
 
 
 def _hint(final: Path, point: Point) -> None:

@@ -59,15 +59,20 @@ def export(
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     try:
+        generation: dict[str, Any] = {}
         if tokenizer is not None:
-            special_ids(config, copy_tokenizer(tokenizer, made))
+            known = copy_tokenizer(tokenizer, made)
+            special_ids(config, known)
+            if known["vocab_size"] < config.vocab_size:  # rows that stand for no text
+                beyond = range(known["vocab_size"], config.vocab_size)
+                generation["suppress_tokens"] = list(beyond)
         write_weights(weights, made, dtype, shard_bytes)
         name = DTYPES[dtype][1]
         # `dtype` is Transformers 5's word, `torch_dtype` everybody else's.
         write_json(made / "config.json", hf_config(config) | {"dtype": name, "torch_dtype": name})
         ids = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")}
-        ids = {key: value for key, value in ids.items() if value is not None}
-        write_json(made / "generation_config.json", ids)
+        generation |= {key: value for key, value in ids.items() if value is not None}
+        write_json(made / "generation_config.json", generation)
         difference = compare_logits(weights, config, made, dtype) if check else None
         facts = {
             "run": run.name,
@@ -260,8 +265,8 @@ def main(arguments: list[str]) -> int:
             tokenizer=tokenizer,
             check=not options.no_check,
         )
-    except UserError as error:
-        print(error, file=sys.stderr)
+    except (UserError, OSError) as error:  # a full disk, a folder that cannot be made
+        print(f"refused: {error}", file=sys.stderr)
         return 2
     if tokenizer is None:
         print("no tokenizer was found or exported; give --tokenizer", file=sys.stderr)

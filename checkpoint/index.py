@@ -25,6 +25,7 @@ from checkpoint.rectangles import (
     Rectangles,
     cut,
     matrix,
+    measures,
     overlaps,
     place,
     rectangles_of,
@@ -230,12 +231,21 @@ def holes(index: Index) -> list[str]:
     tensor = np.repeat(np.arange(len(index.shapes)), np.diff(index.first))
     sizes = np.array([math.prod(shape) for shape in index.shapes], np.int64)
     names = list(index.tensors)
+    whole = [(0, rows, 0, columns) for rows, columns in map(matrix, index.shapes)]
+    expected = measures(np.array(whole, np.int64).reshape(-1, 4))
     for kind, bases in index.bases.items():
         has = bases[index.section] >= 0
-        stored = np.zeros(len(sizes), np.int64)
+        stored, covered = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
         np.add.at(stored, tensor[has], index.stored.areas[has])
-        wrong = (stored != sizes) if kind == WEIGHT else (stored != sizes) & (stored > 0)
+        np.add.at(covered, tensor[has], index.stored.measures[has])
+        wrong = (stored != sizes) | (covered != expected)
+        if kind != WEIGHT:
+            wrong &= stored > 0
         for number in np.flatnonzero(wrong):
+            if stored[number] == sizes[number]:
+                problems.append(f"{names[number]} ({kind}): some elements are stored twice, some"
+                                " not at all")  # fmt: skip
+                continue
             problems.append(
                 f"{names[number]} ({kind}): {stored[number]} elements stored, it has"
                 f" {sizes[number]}"
@@ -277,7 +287,9 @@ def plan(index: Index, fragments: Sequence[Fragment]) -> Jobs:
         if problem:
             problems.append(problem)
             continue
-        section, found = _find(index, index.tensors[name], rectangles_of(box, start, count))
+        wanted = rectangles_of(box, start, count)
+        section, found = _find(index, index.tensors[name], wanted)
+        whole = wanted.measures.sum()
         for i in members:
             fragment = fragments[i]
             bases = index.bases.get(fragment.kind)
@@ -286,6 +298,10 @@ def plan(index: Index, fragments: Sequence[Fragment]) -> Jobs:
             if areas.sum() != count:
                 problems.append(
                     f"{name} ({fragment.kind}): {areas.sum()} of {count} wanted elements are stored"
+                )
+            elif found["measure"][has].view(np.uint64).sum() != whole:
+                problems.append(
+                    f"{name} ({fragment.kind}): some elements are stored twice, some not at all"
                 )
             elif index.dtypes[fragment.kind] != fragment.dtype:
                 problems.append(
@@ -319,9 +335,10 @@ def _find(index: Index, tensor: int, wanted: Rectangles) -> tuple[np.ndarray, di
         repeated = np.broadcast_to(one, common.shape)
         to, to_stride = place(common, repeated, np.full(len(hits), target))
         rows, columns = common[:, 1] - common[:, 0], common[:, 3] - common[:, 2]
-        parts.append(np.stack([section[hits], source, rows, columns, stride, to, to_stride]))
+        size = measures(common).view(np.int64)
+        parts.append(np.stack([section[hits], source, rows, columns, stride, to, to_stride, size]))
     joined = np.concatenate(parts, axis=1)
-    keys = ("source", "rows", "columns", "stride", "to", "to_stride")
+    keys = ("source", "rows", "columns", "stride", "to", "to_stride", "measure")
     return joined[0], dict(zip(keys, joined[1:], strict=True))
 
 

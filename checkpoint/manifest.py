@@ -10,16 +10,19 @@ pattern that has no room for a path. Units: bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.blocks import Damaged, digest, opened
+from checkpoint.blocks import Damaged, check_size, digest, opened
+from recipes.schema import UserError
 
 FORMAT = 1
 NAME = "MANIFEST.json"
@@ -62,7 +65,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest; Damaged unless checksum, format, values and names of files are right."""
+    """The manifest; Damaged unless checksum, values and names of files are right. Raises UserError
+    for a format of another version: such a checkpoint is whole, and nobody's to pass over.
+    """
     head = HEAD.encode()
     stored = data[len(head) : len(head) + 32]
     blank = data[: len(head)] + BLANK.encode() + data[len(head) + 32 :]
@@ -71,16 +76,20 @@ def decode(data: bytes, path: Path) -> Manifest:
     try:
         values = json.loads(data)
         del values["checksum"]
-        manifest = Manifest(**values)
-        _check(manifest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        written = values.get("format")
+        if written == FORMAT:
+            manifest = Manifest(**values)
+            _check(manifest)
+            return manifest
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: {error}") from None
-    return manifest
+    raise UserError(
+        f"{path}: written in format {written!r}, and this version of the project reads format"
+        f" {FORMAT}; go on with the version that wrote it"
+    )
 
 
 def _check(manifest: Manifest) -> None:
-    if manifest.format != FORMAT:
-        raise ValueError(f"format {manifest.format}, this version reads {FORMAT}")
     numbers = (manifest.step, manifest.epoch, manifest.world)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("step, epoch and world must be whole numbers")
@@ -118,6 +127,27 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Files of a checkpoint that are missing or have another size, one line each; opens all."""
+    problems = []
+    for name, (num_bytes, _) in manifest.files.items():
+        try:
+            with opened(folder / name) as descriptor:
+                check_size(descriptor, folder / name, num_bytes)
+        except Damaged as damage:
+            problems += damage.problems
+    return problems
+
+
+def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
+    """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
+    return UserError(
+        *(problem for _, problems in damaged for problem in problems),
+        f"{damaged[0][0].parent} holds {len(damaged)} checkpoints and none is whole; repair one, or"
+        " start from step 0 with resume=fresh",
+    )
+
+
 def committed(checkpoints: Path) -> list[tuple[int, Path]]:
     """[(step, folder)] in numeric order of what was once committed; stray names and links are no
     step.
@@ -135,14 +165,17 @@ def committed(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def sweep(checkpoints: Path, keep: Path | None = None) -> list[str]:
-    """Remove what unfinished saves and removals left; names that went. Never follows links."""
+    """Remove what unfinished saves and removals left; names that went. Never follows links; what
+    cannot be removed stays, since only its own step is in its way.
+    """
     gone = []
     for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
         path = checkpoints / entry.name
         if STALE_PATTERN.fullmatch(entry.name) and path != keep:
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-            gone.append(entry.name)
+            with contextlib.suppress(OSError):
+                if stat.S_ISDIR(os.lstat(path).st_mode):
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+                gone.append(entry.name)
     return gone

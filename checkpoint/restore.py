@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.choose import Choice, Found, at_step, choose, none_is_whole
+from checkpoint.choose import Choice, Found, at_step, choose
 from checkpoint.comm import Comm
 from checkpoint.index import Fragment, Index, merge, plan
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, none_is_whole
 from checkpoint.storage import (
     data_name,
     file_digests,
@@ -103,6 +103,8 @@ def _attempt(
         problems = damage.problems
     except UserError as error:
         misfits = [f"{found.folder.name}: {line}" for line in error.problems]
+    except Exception as error:  # not damage, nothing older is better; but the others must hear
+        misfits = [f"{found.folder.name}: rank {comm.rank}: {type(error).__name__}: {error}"]
     outcomes = comm.exchange((problems, misfits), "checkpoint read")
     problems, misfits = (
         list(dict.fromkeys(line for outcome in outcomes for line in outcome[i])) for i in (0, 1)

@@ -134,6 +134,8 @@ def _covers(pattern: str, key: str) -> bool:
 
 
 def _bad_allowance(name: str, keys: Iterable[str]) -> str | None:
+    if "*" in name:
+        return f"allow=[{name}]: a change is allowed by its name; give each, or its group"
     under = [key for key in keys if _covers(name, key)]
     if not under:
         return f"allow=[{name}]: no knob has this name; `make knobs` lists them"

@@ -25,15 +25,21 @@ def sample(
     """The prompt and its continuation by the model of a Hugging Face folder.
 
     Temperature 0 takes the most likely token each time. Raises UserError where the folder has no
-    tokenizer.
+    tokenizer, or cannot be read.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json, so text cannot be turned into tokens")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{folder}: transformers cannot load it: {error}") from None
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.eos_token_id]])  # what precedes a document in training
@@ -49,6 +55,23 @@ def sample(
         **choice,
     )
     return tokenizer.decode(made[0], skip_special_tokens=True)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise UserError with every option that is out of range."""
+    legal = {
+        f"--tokens={options.tokens}: give 1 or more": options.tokens >= 1,
+        f"--temperature={options.temperature}: give 0 to 100": 0 <= options.temperature <= 100,
+        f"--top-p={options.top_p}: give a share above 0, at most 1": 0 < options.top_p <= 1,
+        f"--seed={options.seed}: give 0 to 2**63 - 1": 0 <= options.seed < 2**63,
+    }
+    problems = [problem for problem, is_legal in legal.items() if not is_legal]
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        problems.append("the prompt is not valid UTF-8")
+    if problems:
+        raise UserError(*problems)
 
 
 def main(arguments: list[str]) -> int:
@@ -69,6 +92,7 @@ def main(arguments: list[str]) -> int:
         seed=options.seed,
     )
     try:
+        check(options)
         folder = Path(options.run)
         if (folder / "config.json").is_file():
             print(sample(folder, options.prompt, **settings))
@@ -80,11 +104,13 @@ def main(arguments: list[str]) -> int:
                 " Face folder (config.json)"
             )
         tokenizer = find_tokenizer(RunWeights(run, options.step).state)
+        if tokenizer is None:
+            raise UserError(f"{run}: its corpus has no tokenizer, so text is not turned into ids")
         with TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             export(run, folder, step=options.step, dtype="fp32", tokenizer=tokenizer, check=False)
             print(sample(folder, options.prompt, **settings))
-    except UserError as error:
+    except (UserError, OSError) as error:  # a full disk under the temporary folder
         print(f"refused: {error}", file=sys.stderr)
         return 2
     return 0

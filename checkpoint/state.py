@@ -15,9 +15,15 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
-import torch
 
 from checkpoint.blocks import Damaged
+
+# What must stand in a state for a run to go on from it: field -> its keys.
+NEEDED = {
+    "recipe": ("model", "data", "optim", "seq_len"),
+    "data": ("order_version", "corpora", "window_tokens"),
+    "health": ("skips_in_a_row", "skipped_steps"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,9 @@ class RunState:
         for name in ("step", "tokens", "optimizer_step", "seed", "segment"):
             if type(values[name]) is not int or values[name] < 0:
                 raise Damaged(f"state: {name}={values[name]!r} is no count")
+        for name, keys in NEEDED.items():
+            if not isinstance(values[name], dict) or not values[name].keys() >= set(keys):
+                raise Damaged(f"state: {name} is without {', '.join(keys)}")
         return cls(**values)
 
 
@@ -65,8 +74,10 @@ def fingerprint(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def random_states(device: torch.device | None = None) -> dict[str, Any]:
+def random_states(device: Any = None) -> dict[str, Any]:
     """This rank's global generators - torch, numpy, Python, and the CUDA `device` - as JSON."""
+    import torch  # here, because the launcher reads the state and imports no torch
+
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states = {
@@ -79,8 +90,10 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
     return states
 
 
-def restore_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
+def restore_random_states(states: dict[str, Any], device: Any = None) -> None:
     """Put back what `random_states` took. Raises Damaged, before any generator is touched."""
+    import torch
+
     try:
         kind, keys, position, has_gauss, cached = states["numpy"]
         version, words, gauss = states["python"]

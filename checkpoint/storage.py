@@ -32,6 +32,9 @@ from checkpoint.blocks import (
 )
 from checkpoint.index import FORMAT, ITEM_BYTES, Fragment, Index, Jobs, describe
 
+# What an index holds.
+COLUMNS = {"format": int, "rank": int, "bytes": int, "groups": list, "digests": str, "local": dict}
+
 # Called with the name of a moment and the rank before each open, write, fsync, rename, exchange and
 # commit. Tests kill or delay there.
 Point = Callable[[str, int], None]
@@ -172,11 +175,14 @@ def read_index(folder: Path, rank: int, entry: Sequence) -> dict:
 
 
 def parse_index(text: bytes, path: Path) -> dict:
-    """An index from its checked text."""
+    """An index from its checked text; Damaged unless it has the columns of one."""
     try:
-        return json.loads(text)
-    except ValueError as error:
+        index = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: no JSON ({error})") from None
+    if not isinstance(index, dict) or {k: type(v) for k, v in index.items()} != COLUMNS:
+        raise Damaged(f"{path}: not the index of a rank")
+    return index
 
 
 def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:

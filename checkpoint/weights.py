@@ -44,6 +44,8 @@ FIELDS = (
     "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
     "qkv_bias", "qk_norm",
 )  # fmt: skip
+# What fp32 can take over as it is; integers and fp8 are quantized, and need their scales.
+DTYPES = ("F64", "F32", "F16", "BF16")
 FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
 
 
@@ -51,6 +53,7 @@ class Weights(Protocol):
     """Weights that can be read in part."""
 
     label: str  # where they come from, for records
+    folder: Path  # that is read
     model: dict[str, Any]  # fields of recipes.schema.Model
     tokenizer: Path | None  # folder of the tokenizer they were trained with, where it is known
     shapes: dict[str, tuple[int, ...]]
@@ -160,6 +163,11 @@ class RunWeights:
         try:
             self.source.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
         except Damaged as damage:
+            if not self.folder.is_dir():
+                raise UserError(
+                    f"{self.folder} was removed while it was read: its run is training and keeps"
+                    " only the newest; try again, or keep more (checkpoint.keep)"
+                ) from None
             raise UserError(*damage.problems) from None
         return rows.view(stop - start, *shape[1:])
 
@@ -168,16 +176,26 @@ class FolderWeights:
     """A Hugging Face folder of safetensors."""
 
     def __init__(self, folder: Path):
-        self.label = str(folder)
+        self.label, self.folder = str(folder), folder
         self.tokenizer = folder if (folder / "tokenizer.json").is_file() else None
         config = _json(folder / "config.json")
-        problems = _unfit(config)
-        self.files = {} if problems else self._find(folder)
+        try:
+            problems = _unfit(config)
+            self.model = {} if problems else _fields(config)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            problems = [f"config.json: {type(error).__name__} {error}"]
         if problems:
             raise UserError(*(f"init_from={folder}: {problem}" for problem in problems))
-        self.model = _fields(config)
+        self.files = self._find(folder)
         self.opened: dict[Path, Any] = {}
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self.files}
+        kinds = {name: self._slice(name).get_dtype() for name in self.files}
+        if problems := [
+            f"init_from={folder}: {name} is stored as {kind}; what is read: {', '.join(DTYPES)}"
+            for name, kind in kinds.items()
+            if kind not in DTYPES
+        ]:
+            raise UserError(*problems)
         if self.model["tie_word_embeddings"]:  # a second copy, if there is one, is the same
             self.shapes.pop("lm_head.weight", None)
 
@@ -185,7 +203,9 @@ class FolderWeights:
         """{name of a weight: file}."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            names = _json(index).get("weight_map", {})
+            names = _json(index).get("weight_map")
+            if not isinstance(names, dict):
+                raise UserError(f"init_from={folder}: {index.name} has no weight_map")
             bad = [file for file in names.values() if not FILE_PATTERN.fullmatch(str(file))]
             if bad:
                 raise UserError(f"init_from={folder}: {index.name} names the file {bad[0]!r}")
@@ -201,7 +221,10 @@ class FolderWeights:
         path = self.files[name]
         if path not in self.opened:
             self.opened[path] = _opened(path)
-        return self.opened[path].get_slice(name)
+        try:
+            return self.opened[path].get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"init_from: {path}: {error}") from None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Converted to fp32 whatever the file holds."""
@@ -217,9 +240,12 @@ def _opened(path: Path) -> Any:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"init_from: {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"init_from: {path}: holds no names with values")
+    return values
 
 
 def _unfit(config: dict) -> list[str]:

@@ -62,6 +62,7 @@ class BlockChecker:
         self.bin_path, self.bin_bytes = bin_path, bin_bytes
         self._expected = np.fromfile(bin_path.with_suffix(".xxh"), dtype="<u8")
         self._is_good = np.zeros(len(self._expected), dtype=bool)
+        self._bad: set[int] = set()
 
     def check(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> None:
         """Hash every block that the byte ranges [first, end) touch for the first time.
@@ -75,6 +76,25 @@ class BlockChecker:
             for block in range(low, high + 1):
                 if not self._is_good[block]:
                     self._check_block(fd, block)
+
+    def damaged(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> np.ndarray:
+        """Which of the byte ranges [first, end) touch a bad block, bool; a bad one stays bad as
+        long as the process lives, so that all ranks go on agreeing.
+        """
+        first, last = first_byte // BLOCK_BYTES, (end_byte - 1) // BLOCK_BYTES
+        found = np.zeros(len(first), dtype=bool)
+        for number, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            for block in range(low, high + 1):
+                if self._is_good[block]:
+                    continue
+                if block not in self._bad:
+                    try:
+                        self._check_block(fd, block)
+                        continue
+                    except UserError:
+                        self._bad.add(block)
+                found[number] = True
+        return found
 
     def _check_block(self, fd: int, block: int) -> None:
         start = block * BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Building corpora that recipes name, once and whole: `python -m data.build [sotu|synthetic]
+"""Building corpora that recipes name, once and whole: `python -m data.build [sotu|stdlib|synthetic]
 [folder]`.
 
 Its one rule: a corpus folder appears complete or not at all. Everything is written into a temporary
@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data import sotu, synthetic
+from data import sotu, stdlib, synthetic
 from data.corpus import MANIFEST, read_manifest
 from data.shardfile import sync_folder
 from recipes.schema import Source, UserError
 
 BUILDERS: dict[str, Callable[[Path, Callable[[str], None]], dict]] = {
     "sotu": sotu.build,
+    "stdlib": stdlib.build,
     "synthetic": synthetic.build,
 }
 
@@ -73,7 +74,7 @@ def build(name: str, folder: Path) -> None:
             f"{folder}: the corpus is not there and cannot be built: {error.filename}:"
             f" {error.strerror}"
         ) from None
-    with _lock(folder.parent / f".{folder.name}.lock", report):
+    with locked(folder.parent / f".{folder.name}.lock", report):
         if (folder / MANIFEST).is_file():
             return
         if folder.is_dir() and any(folder.iterdir()):
@@ -124,7 +125,7 @@ class Progress:
 
 
 @contextmanager
-def _lock(path: Path, report: Progress) -> Iterator[None]:
+def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold an exclusive lock; say so once while waiting for another process. The file stays:
     removing it would race.
     """

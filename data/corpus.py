@@ -33,6 +33,20 @@ from recipes.schema import UserError
 FORMAT = "corpus-1"
 MANIFEST = "manifest.json"
 VOLATILE = ("corpus_id", "made_with")  # fields that are not part of the identity
+# What is read of a manifest, with its type. Others may stand beside it.
+FIELDS = {
+    "vocab_size": int,
+    "dtype": str,
+    "eod_id": int,
+    "eod_policy": str,
+    "tokenizer": (dict, type(None)),
+    "splits": dict,
+}
+TOKENIZER_FIELDS = {"folder": str, "fingerprint": str}
+SHARD_FIELDS = dict.fromkeys(
+    ("tokens", "sequences", "documents", "eod_count", "bin_bytes", "idx_bytes"), int
+) | dict.fromkeys(("name", "bin_xxh3", "idx_xxh3", "xxh_xxh3"), str)
+SHARD_FIELDS |= {"max_id": (int, type(None))}
 ORDER_RULE = "the shards of a split follow each other in the order of this list"
 MAX_PROBLEMS = 20  # shown at once; a cut disk damages hundreds of files
 
@@ -115,7 +129,7 @@ def read_manifest(folder: Path) -> dict:
             "build it, or correct data.sources.*.corpus"
         )
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
         found_format = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -130,7 +144,38 @@ def read_manifest(folder: Path) -> dict:
             f"{manifest.get('corpus_id')}: the manifest was edited or damaged; restore it or build "
             "the corpus again"
         )
+    lacking = _lacking(manifest, FIELDS, "")
+    if lacking:
+        raise UserError(*(f"{path}: {line}; build the corpus again" for line in lacking))
     return manifest
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _lacking(found: Mapping, fields: Mapping, place: str) -> list[str]:
+    """Fields that are absent or of another type, in a manifest and in each shard's entry."""
+    problems = []
+    for name, kinds in fields.items():
+        if name not in found:
+            problems.append(f"the field {place}{name} is missing")
+        elif not isinstance(found[name], kinds) or isinstance(found[name], bool):
+            problems.append(f"the field {place}{name} is {found[name]!r}")
+    if fields is not FIELDS or problems:
+        return problems
+    if "train" not in found["splits"]:
+        problems.append("the field splits.train is missing")
+    for split, entries in found["splits"].items():
+        for number, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+            where = f"splits.{split}[{number}]"
+            if isinstance(entry, dict):
+                problems += _lacking(entry, SHARD_FIELDS, f"{where}.")
+            else:
+                problems.append(f"the field {where} is {entry!r}")
+    if found["tokenizer"]:
+        problems += _lacking(found["tokenizer"], TOKENIZER_FIELDS, "tokenizer.")
+    return problems
 
 
 def write_manifest(folder: Path, fields: Mapping) -> dict:

@@ -32,18 +32,23 @@ POLICY = {
     "long_documents": f"tokenized in pieces of {LONG_TEXT_CHARS} characters, cut after a newline",
 }
 
+BAD_BYTES = ("stop", "replace")
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Document:
     """One document before tokenizing: where it came from, its bytes (or text), the split it belongs
-    to.
+    to. A name that is not UTF-8 text, as a file name may be, is held with U+FFFD.
     """
 
     name: str
     data: bytes | str
     split: str = "train"
+
+    def __post_init__(self):
+        object.__setattr__(self, "name", _SURROGATE.sub("\ufffd", self.name))
 
 
 def clean_text(document: Document, counts: Counter, bad_bytes: str = "stop") -> str | None:
@@ -53,6 +58,8 @@ def clean_text(document: Document, counts: Counter, bad_bytes: str = "stop") -> 
     bad_bytes: "stop" raises UserError for invalid UTF-8, "replace" puts U+FFFD and counts the
     document.
     """
+    if bad_bytes not in BAD_BYTES:
+        raise UserError(f"bad_bytes={bad_bytes!r} is not one of {', '.join(BAD_BYTES)}")
     text = document.data
     if isinstance(text, bytes):
         text = _decoded(document.name, text, counts, bad_bytes)

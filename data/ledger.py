@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +71,16 @@ class Ledger:
         sources: dict[str, int],
         data_step: int | None = None,
         segment: int = 0,
+        is_update: bool = True,
+        masked: int = 0,
+        quarantined: Sequence[int] = (),
+        skips: str | None = None,
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
-        data_step defaults to step - 1, which holds until a range of data is skipped.
+        data_step defaults to step - 1, which holds until a range of data is skipped. What is not as
+        usual is added: `update` false, targets that masks took, samples in quarantine, the
+        fingerprint of the skip list.
         """
         line = {
             "step": step,
@@ -86,6 +92,13 @@ class Ledger:
             "targets": targets,
             "sources": sources,
         }
+        unusual = {
+            "update": None if is_update else False,
+            "masked": masked or None,
+            "quarantined": list(quarantined) or None,
+            "skips": skips,
+        }
+        line |= {name: value for name, value in unusual.items() if value is not None}
         # One write call per line: a kill leaves whole lines and at most one torn one, the last.
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         written = os.write(self._fd, data)
@@ -109,22 +122,26 @@ def read_ledger(folder: Path) -> Iterator[dict]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise UserError(
-                    f"{path}:{number}: expected a line of JSON, found {line[:80]!r}"
-                ) from None
+            yield _parsed(path, number, line)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise UserError(f"{path}:{number}: expected a line of JSON, found {line[:80]!r}") from None
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Remove the lines past `step`, which stand at the end: lines are in order of step."""
+    """Remove the lines past `step`, which stand at the end: lines are in order of step. Raises
+    UserError for a damaged one.
+    """
     if not path.is_file():
         return
     kept = 0
     with open(path, "r+b") as file:
-        for line in file:
-            if json.loads(line)["step"] > step:
+        for number, line in enumerate(file, start=1):
+            if _parsed(path, number, line)["step"] > step:
                 break
             kept += len(line)
         file.truncate(kept)

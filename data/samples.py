@@ -32,6 +32,7 @@ class Samples:
     ):
         self.uids, self.corpora, self.seq_len, self.vocab_size = uids, corpora, seq_len, vocab_size
         self.splits = [corpus.splits.get(split) for corpus in corpora]
+        self._end_ids = np.array([corpus.eod_id for corpus in corpora])
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
         """(row, position) of the documents that start in each sample, ascending; reads no token.
@@ -48,27 +49,61 @@ class Samples:
         order = np.argsort(row, kind="stable")
         return row[order], position[order]
 
-    def read(self, source, start, start_row, start_position, mine: np.ndarray) -> Rows:
-        """The samples numbered `mine`, with the document starts that `document_starts` found for
-        all.
+    def damaged(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Which samples touch a block whose hash is wrong, bool (n,); hashes what is new."""
+        is_damaged = np.zeros(len(source), dtype=bool)
+        for number, which in groups(source):
+            is_damaged[which] = self.splits[number].damaged(start[which], self.seq_len + 1)
+        return is_damaged
 
-        A number past the last sample gives a row of zeros without documents: padding.
+    def token_range(self, number: int, documents: tuple[int, int]) -> tuple[int, int]:
+        """Tokens [first, end) of the documents [first, end) of a source. Raises UserError where it
+        has fewer.
         """
-        place = np.full(max(len(source), int(mine.max()) + 1), -1)
-        place[mine] = np.arange(len(mine))
-        is_mine = place[start_row] >= 0
-        row, position = place[start_row[is_mine]], start_position[is_mine]
-        real = np.flatnonzero(mine < len(source))
-        owner, first = source[mine[real]], start[mine[real]]
-        tokens = np.zeros((len(mine), self.seq_len + 1), dtype=np.int32)
-        for number, which in groups(owner):
-            ids = self.splits[number].read(first[which], self.seq_len + 1)
-            self._refuse_foreign_ids(number, ids)
-            tokens[real[which]] = ids
-        hashes = np.zeros(len(mine), dtype=np.uint64)
-        hashes[real] = sample_hashes(tokens[real] if len(real) < len(mine) else tokens)
-        self._refuse_loose_starts(tokens, row, position, owner[np.searchsorted(real, row)])
+        split = self.splits[number]
+        if documents[1] > split.num_documents:
+            raise UserError(
+                f"data.skip.mask: documents {list(documents)} of data.sources.{self.uids[number]},"
+                f" which has {split.num_documents} to train on, numbered from 0"
+            )
+        first, end = split.document_range(documents[0]), split.document_range(documents[1] - 1)
+        return first[0], end[1]
+
+    def read(self, source, start, is_damaged=None) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens (n, T + 1) int32, hashes (n,) uint64) of samples, ids checked.
+
+        A damaged sample (bool, (n,)) is not read: its row is filled with the end id.
+        """
+        if is_damaged is None and len(source) and (source == source[0]).all():
+            tokens = self._ids(int(source[0]), start).astype(np.int32)
+            return tokens, sample_hashes(tokens)
+        tokens = np.empty((len(source), self.seq_len + 1), dtype=np.int32)
+        is_read = np.ones(len(source), dtype=bool) if is_damaged is None else ~is_damaged
+        tokens[~is_read] = self._end_ids[source[~is_read], None]
+        for number, which in groups(np.where(is_read, source, -1)):
+            if number >= 0:
+                tokens[which] = self._ids(number, start[which])
+        return tokens, sample_hashes(tokens)
+
+    def rows(self, tokens, hashes, source, start_row, start_position, mine: np.ndarray) -> Rows:
+        """Rows of a batch from the tokens and hashes of its samples numbered `mine`, with those of
+        all its document starts that lie in them.
+
+        A number past the last sample is a row without documents: padding.
+        """
+        row, position = start_row, start_position
+        if len(mine) != len(source) or (mine[1:] < mine[:-1]).any():  # not the whole batch in order
+            place = np.full(max(len(source), int(mine.max()) + 1), -1)
+            place[mine] = np.arange(len(mine))
+            row = place[start_row]
+            row, position = row[row >= 0], start_position[row >= 0]
+        self._refuse_loose_starts(tokens, row, position, source[mine[row]])
         return Rows(tokens, row, position, hashes)
+
+    def _ids(self, number: int, start: np.ndarray) -> np.ndarray:
+        ids = self.splits[number].read(start, self.seq_len + 1)
+        self._refuse_foreign_ids(number, ids)
+        return ids
 
     def _refuse_foreign_ids(self, number: int, ids: np.ndarray) -> None:
         low, high = int(ids.min()), int(ids.max())
@@ -81,7 +116,7 @@ class Samples:
             )
 
     def _refuse_loose_starts(self, tokens, row, position, owner) -> None:
-        end_id = np.array([corpus.eod_id for corpus in self.corpora])[owner]
+        end_id = self._end_ids[owner]
         wrong = np.flatnonzero((position >= 1) & (tokens[row, position - 1] != end_id))
         if len(wrong):
             at = wrong[0]

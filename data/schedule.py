@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from recipes.schema import UserError
 
 
@@ -36,12 +38,12 @@ class Schedule:
 
     def sample_range(self, step: int) -> tuple[int, int]:
         """The sequences [a, b) that step N >= 1 trains on, counted from the start of the run."""
-        first = self._sequences_before(step - 1)
+        first = self.sequences_before(step - 1)
         return first, first + self.sequences_at(step)
 
     def tokens_after(self, step: int) -> int:
         """Tokens that the first N steps train on; 0 for N = 0."""
-        return self._sequences_before(step) * self.seq_len
+        return self.sequences_before(step) * self.seq_len
 
     def steps_for(self, tokens: int) -> int:
         """The fewest steps that train on at least `tokens` tokens."""
@@ -49,16 +51,29 @@ class Schedule:
         piece = max(bisect_right(self.before, wanted - 1) - 1, 0)
         return self.starts[piece] + -(-(wanted - self.before[piece]) // self.sequences[piece])
 
+    def data_steps_of(self, sequence: np.ndarray) -> np.ndarray:
+        """The data steps that hold the given sequences of the run; arrays (n,) int64."""
+        sequence = np.asarray(sequence, dtype=np.int64)
+        piece = np.searchsorted(self.before, sequence, side="right") - 1
+        starts, before, size = map(np.array, (self.starts, self.before, self.sequences))
+        return starts[piece] + (sequence - before[piece]) // size[piece]
+
     def fingerprint(self) -> str:
         """SHA-256 of the pieces: equal exactly when every step trains on the same sequences."""
         text = json.dumps([self.seq_len, self.starts, self.sequences])
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def end_of_piece(self, data_step: int) -> int:
+        """The data step at which the batch changes its size next."""
+        following = self._piece(data_step) + 1
+        return self.starts[following] if following < len(self.starts) else 2**62
+
     def _piece(self, data_step: int) -> int:
         assert data_step >= 0, "steps count from 1"
         return bisect_right(self.starts, data_step) - 1
 
-    def _sequences_before(self, data_step: int) -> int:
+    def sequences_before(self, data_step: int) -> int:
+        """Sequences of data steps [0, data_step)."""
         piece = self._piece(data_step)
         return self.before[piece] + (data_step - self.starts[piece]) * self.sequences[piece]
 

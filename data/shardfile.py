@@ -62,6 +62,25 @@ class ShardWriter:
         self.num_sequences += len(pieces)
         self.num_documents += 1
 
+    def add_many(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents that lie back to back in `ids`, int (sum of lengths,); as `add` for
+        each.
+        """
+        if len(lengths) and int(lengths.max()) > self._max_items:
+            for one in np.split(ids, np.cumsum(lengths)[:-1]):
+                self.add(one)
+            return
+        if len(ids):
+            self._check_range(ids)
+            data = memoryview(np.ascontiguousarray(ids, dtype=self.dtype)).cast("B")
+            self._bin.write(data)
+            self._blocks.update(data)
+        self._lengths.extend(lengths)
+        self._sequences.extend(np.ones(len(lengths), dtype=np.int32))
+        self.num_tokens += len(ids)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(lengths)
+
     def close(self) -> dict:
         """Publish the files; returns the shard's entry for the manifest."""
         index = PublishedFile(self.prefix.with_suffix(".idx"))
@@ -91,6 +110,10 @@ class ShardWriter:
         self._sequences.discard()
 
     def _check_range(self, ids: np.ndarray) -> None:
+        if ids.dtype.kind not in "iu":
+            raise UserError(
+                f"{self.prefix}: token ids are {ids.dtype.name}, not whole numbers; 1.5 is no id"
+            )
         low, high = int(ids.min()), int(ids.max())
         limit = np.iinfo(self.dtype).max
         if low < 0 or high > limit:
@@ -169,6 +192,10 @@ class _Spill:
         self._recent.append(value)
         if len(self._recent) >= SPILL_ITEMS:
             self._flush()
+
+    def extend(self, values: np.ndarray) -> None:
+        self._flush()
+        self._file.write(np.ascontiguousarray(values, dtype=np.int32).data)
 
     def chunks(self):
         self._flush()

@@ -49,6 +49,7 @@ class Split:
         self._starts = self._ends - np.array(sizes, dtype=np.int64)
         self.num_tokens = int(self._ends[-1]) if shards else 0
         self.num_documents = sum(shard.num_documents for shard in shards)
+        self._document_ends = np.cumsum([s.num_documents for s in shards], dtype=np.int64)
         self._max_open = max_open
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._checkers: dict[int, BlockChecker] = {}
@@ -93,6 +94,37 @@ class Split:
             return np.divmod(found[0], count)
         return np.divmod(np.sort(np.concatenate(found)), count)
 
+    def damaged(self, start: np.ndarray, count: int) -> np.ndarray:
+        """Which of the ranges [start, start + count) touch a damaged block, bool (len(start),)."""
+        pieces = self._pieces(np.asarray(start, dtype=np.int64), count)
+        found = np.zeros(len(start), dtype=bool)
+        with self._lock:
+            for shard, mine in groups(pieces.shard):
+                opened, itemsize = self._opened(shard), self.dtype.itemsize
+                first_byte, end_byte = pieces.start[mine] * itemsize, pieces.stop[mine] * itemsize
+                is_bad = opened.checker.damaged(opened.fd, first_byte, end_byte)
+                found[pieces.row[mine][is_bad]] = True
+        return found
+
+    def document_range(self, document: int) -> tuple[int, int]:
+        """Tokens [first, end) of a document, its end id included; documents count from 0 over all
+        shards.
+        """
+        assert 0 <= document < self.num_documents
+        shard = int(np.searchsorted(self._document_ends, document, side="right"))
+        inner = document - int(self._document_ends[shard] - self.shards[shard].num_documents)
+        with self._lock:
+            first, end = self._opened(shard).document_range(inner)
+        return int(self._starts[shard]) + first, int(self._starts[shard]) + end
+
+    def document_at(self, token: int) -> int:
+        """The number of the document that a token belongs to."""
+        assert 0 <= token < self.num_tokens
+        shard = int(np.searchsorted(self._ends, token, side="right"))
+        with self._lock:
+            inner = self._opened(shard).document_at(token - int(self._starts[shard]))
+        return inner + int(self._document_ends[shard] - self.shards[shard].num_documents)
+
     def close(self) -> None:
         """Close all files; the next read opens them again."""
         with self._lock:
@@ -117,6 +149,9 @@ class Split:
         assert not len(start) or (start.min() >= 0 and start.max() + count <= self.num_tokens)
         stop = start + count
         first = np.searchsorted(self._ends, start, side="right")
+        if len(start) and (stop <= self._ends[first]).all():  # no window crosses a shard's end
+            low = start - self._starts[first]
+            return Pieces(np.arange(len(start)), np.zeros_like(start), first, low, low + count)
         last = np.searchsorted(self._ends, stop, side="left")
         num_pieces = last - first + 1
         row = np.repeat(np.arange(len(start)), num_pieces)
@@ -137,6 +172,7 @@ class _OpenShard:
         self.fd = os.open(facts.bin_path, os.O_RDONLY | os.O_CLOEXEC)
         self.checker = checker
         self._itemsize = facts.dtype.itemsize
+        self._num_tokens, self._num_documents = facts.num_tokens, facts.num_documents
         self._index = IndexView(
             facts.idx_path, facts.num_sequences, facts.num_entries, facts.offsets
         )
@@ -160,6 +196,27 @@ class _OpenShard:
         is_new = np.ones(len(token), dtype=bool)
         is_new[1:] = (token[1:] != token[:-1]) | (which[1:] != which[:-1])
         return which[is_new], token[is_new]
+
+    def document_range(self, document: int) -> tuple[int, int]:
+        """Tokens [first, end) of a document of this shard."""
+        bounds = [self._first_token(document), self._first_token(document + 1)]
+        return bounds[0], bounds[1]
+
+    def _first_token(self, document: int) -> int:
+        if document >= self._num_documents:
+            return self._num_tokens
+        sequence = document if self._is_sequence_document else int(self._index.documents[document])
+        if sequence >= len(self._index.offsets):  # an empty last document
+            return self._num_tokens
+        return int(self._index.offsets[sequence]) // self._itemsize
+
+    def document_at(self, token: int) -> int:
+        """The last document that starts at or before a token: the one that holds it."""
+        after = np.array([(token + 1) * self._itemsize])
+        bound = first_at_least(self._index.offsets, after)  # sequences that start up to the token
+        if not self._is_sequence_document:
+            bound = first_at_least(self._index.documents, bound)
+        return min(int(bound[0]), self._num_documents) - 1
 
     def close(self) -> None:
         os.close(self.fd)

@@ -32,9 +32,11 @@ class SourceUse:
     corpus_id: str
     tokens: int  # in its training split
     windows: int
+    dropped: int  # tokens at its end that fill no window
     draws: int
     epochs: float
-    share: float
+    share: float  # of the run's samples
+    stages: tuple[tuple[int, float], ...]  # (first data step, share from there on)
     max_epochs: float | None
 
 
@@ -44,9 +46,8 @@ def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[
     Raises UserError with all problems: weights, window, damage, sizes, vocabulary, tokenizers.
     """
     window_tokens = data.window_tokens or seq_len
-    shares = shares_of({uid: source.weight for uid, source in data.sources.items()})
     problems, corpora = _window_problems(window_tokens, seq_len), {}
-    for uid in shares:
+    for uid in drawn(data):
         try:
             corpora[uid] = open_corpus(ensure(data.sources[uid], root), vocab_size)
         except UserError as error:
@@ -58,6 +59,20 @@ def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[
     if problems:
         raise UserError(*problems)
     return corpora
+
+
+def drawn(data: Data) -> list[str]:
+    """Names of the sources with a weight above 0 at some step, sorted. Raises UserError for weights
+    that are none.
+    """
+    steps = {first for source in data.sources.values() for first, _ in source.stages()}
+    return sorted(
+        {
+            uid
+            for step in sorted(steps)
+            for uid in shares_of({u: one.weight_at(step) for u, one in data.sources.items()})
+        }
+    )
 
 
 def num_windows(split: Split | None, window_tokens: int) -> int:
@@ -85,6 +100,24 @@ def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
     if problems:
         raise UserError(*problems)
     return warnings
+
+
+def twins(corpora: Mapping[str, Corpus]) -> list[str]:
+    """Warnings about sources whose corpora differ but hold the same training text.
+
+    A shard in two corpora with equal bytes is trained on twice; that may be meant.
+    """
+    seen, warnings = {}, {}
+    for uid, corpus in corpora.items():
+        for shard in corpus.manifest["splits"]["train"]:
+            other = seen.setdefault((shard["bin_xxh3"], shard["idx_xxh3"]), uid)
+            if other != uid and shard["tokens"]:
+                warnings.setdefault((other, uid), []).append(shard["tokens"])
+    return [
+        f"data.sources.{uid} and data.sources.{other} share {len(tokens)} equal shards of"
+        f" {sum(tokens):,} tokens, which count twice; keep one of them, and give it more weight"
+        for (other, uid), tokens in warnings.items()
+    ]
 
 
 def _window_problems(window_tokens: int, seq_len: int) -> list[str]:

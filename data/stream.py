@@ -1,9 +1,11 @@
 """The stream: the batch of step N, for any rank of any layout. Start here to read how data flows.
 
-    step N --schedule--> samples [a, b) --mixture--> (source, draw) --order--> (epoch, window)
-           --samples--> tokens, document starts --windows--> micro-batches of one data-parallel rank
+    step N --skips--> data step --schedule--> samples [a, b) --mixture--> (source, draw)
+           --order--> (epoch, window) --samples--> tokens, document starts
+           --windows--> micro-batches of one data-parallel rank
 
-Its one rule: the global batch is a pure function of (corpora, mixture, seed, order version, step).
+Its one rule: the global batch is a pure function of (corpora, mixture, seed, order version, skip
+list, step).
 Sizes of any axis, micro-batch, prefetch depth and storage only decide who reads which part and
 when. So the state is one integer, and resuming is asking for the next step. Where a global batch is
 larger than a source, or ends past it, it goes on in that source's next epoch, in a new order.
@@ -14,7 +16,8 @@ of `window_tokens`; a longer window is cut into equal parts, which are consecuti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +25,24 @@ from typing import NamedTuple
 import numpy as np
 
 from data.corpus import Corpus
-from data.mixture import Mixture
+from data.masks import Masked, masked
+from data.mixture import Stages
 from data.order import ORDER_VERSION, Order
 from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
-from data.sources import SourceUse, check_epochs, num_windows, open_sources
-from data.windows import Batch, make_batches, num_targets
+from data.shards import Split
+from data.skips import Mask, Skips, digest
+from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
+from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
-LOCATE_AHEAD = 4096  # windows put in order at once: spreads numpy's cost per call over small steps
+# Done at once, to spread numpy's cost per call over small steps:
+LOCATE_AHEAD = 4096  # windows put in order
+STARTS_AHEAD = 256  # samples whose documents are looked up
+READ_AHEAD = 64  # samples of a rank that are read
+NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,9 @@ class StepData:
     num_tokens: int  # of the global batch
     num_targets: int  # labels that count in the global batch
     source_counts: dict[str, int]  # samples of each source in the global batch
+    is_update: bool = True  # False: the step counts, the weights stay
+    num_masked: int = 0  # targets of the global batch that a mask took away
+    quarantined: tuple[int, ...] = ()  # samples of the run that touch a damaged block
 
 
 class _Located(NamedTuple):
@@ -53,6 +67,27 @@ class _Located(NamedTuple):
     first: int
     source: np.ndarray
     window: np.ndarray
+
+
+class _Starts(NamedTuple):
+    """The documents that start in samples [first, end): row counts from `first`; arrays int64."""
+
+    first: int
+    end: int
+    row: np.ndarray
+    position: np.ndarray
+
+
+class _Read(NamedTuple):
+    """What one rank (its place: data rank, size, micro-batch) trains on in data steps [first, end),
+    all of one size.
+    """
+
+    first: int
+    end: int
+    place: tuple
+    tokens: np.ndarray
+    hashes: np.ndarray
 
 
 class Stream:
@@ -72,7 +107,10 @@ class Stream:
         self.data, self.seed, self.schedule = data, seed, schedule
         self.seq_len = schedule.seq_len
         self.window_tokens = data.window_tokens or self.seq_len
-        self.mixture = Mixture({uid: data.sources[uid].weight for uid in corpora})
+        self._parts = self.window_tokens // self.seq_len
+        self.skips = Skips(data.skip)
+        self.stage_steps = stage_steps(data)
+        self.mixture = Stages([self._stage(step) for step in self.stage_steps])
         self.uids = self.mixture.uids
         self.corpora = [corpora[uid] for uid in self.uids]
         self._train, self._valid = (
@@ -81,8 +119,10 @@ class Stream:
         )
         windows = [num_windows(split, self.window_tokens) for split in self._train.splits]
         self.order = Order(seed, self.uids, windows)
-        self._parts = self.window_tokens // self.seq_len
+        self._masks = [(mask, *self._masked_tokens(mask)) for mask in self.skips.masks]
         self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
+        self._starts = _Starts(0, 0, *np.zeros((2, 0), dtype=np.int64))
+        self._read = _Read(0, 0, (), *np.zeros((2, 0), dtype=np.int64))
 
     def step(self, step: int, data_rank: int, data_size: int, micro_batch: int) -> StepData:
         """The micro-batches of step N >= 1 for data-parallel coordinate `data_rank` of `data_size`.
@@ -92,21 +132,65 @@ class Stream:
         pipeline, context) get the same. Raises UserError for a batch that does not divide, and for
         damaged data.
         """
-        first, end = self.schedule.sample_range(step)
+        data_step, attend = self.skips.data_step(step), self.data.attend
+        first, end = self.sample_range(data_step)
         mine = own_positions(end - first, data_rank, data_size, micro_batch)
-        source, start = self._locate(first, end)
-        row, position = self._train.document_starts(source, start)
-        rows = self._train.read(source, start, row, position, mine)
+        source, start = self.locate(first, end)
+        is_damaged = None
+        if self.data.on_damage == "quarantine":
+            is_damaged = self._train.damaged(source, start)
+            if is_damaged.all():
+                raise UserError(
+                    f"step {step}: every sample of its batch touches a damaged block of its corpus;"
+                    " data.on_damage=quarantine leaves nothing to train on: restore the corpus"
+                )
+        row, position = self._document_starts(first, end)
+        if is_damaged is not None:
+            row, position = row[~is_damaged[row]], position[~is_damaged[row]]
+        left_out = self._masked(data_step, source, start, is_damaged)
+        if is_damaged is None:
+            tokens, hashes = self._own_rows(data_step, data_rank, data_size, micro_batch)
+        else:
+            tokens, hashes = self._train.read(source[mine], start[mine], is_damaged[mine])
+        rows = self._train.rows(tokens, hashes, source, row, position, mine)
+        is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
+        taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
+        targets = num_targets(end - first, self.seq_len, row, position, attend)
         counts = np.bincount(source, minlength=len(self.uids)).tolist()
         return StepData(
             step=step,
-            data_step=step - 1,
+            data_step=data_step,
             sample_range=(first, end),
-            micro_batches=make_batches(rows, micro_batch, self.data.attend),
+            micro_batches=make_batches(rows, micro_batch, attend, is_masked=is_masked),
             num_tokens=(end - first) * self.seq_len,
-            num_targets=num_targets(end - first, self.seq_len, row, position, self.data.attend),
+            num_targets=targets - taken,
             source_counts=dict(zip(self.uids, counts, strict=True)),
+            is_update=self.skips.is_update(data_step) and targets > taken,
+            num_masked=taken,
+            quarantined=()
+            if is_damaged is None
+            else tuple((first + np.flatnonzero(is_damaged)).tolist()),
         )
+
+    def whole_batch(
+        self, data_step: int, quarantined: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray, Rows]:
+        """(source, first token, rows) of the whole global batch of a data step, for audits.
+
+        quarantined: samples of the run that were not read then, because of damage.
+        """
+        first, end = self.sample_range(data_step)
+        source, start = self.locate(first, end)
+        is_damaged = np.isin(np.arange(first, end), np.array(quarantined, dtype=np.int64))
+        row, position = self._document_starts(first, end)
+        row, position = row[~is_damaged[row]], position[~is_damaged[row]]
+        tokens, hashes = self._train.read(source, start, is_damaged)
+        every = np.arange(end - first)
+        return source, start, self._train.rows(tokens, hashes, source, row, position, every)
+
+    def split(self, number: int) -> Split:
+        """What source number `number` trains on."""
+        return self._train.splits[number]
 
     def prefetch(
         self, first_step: int, last_step: int, data_rank: int, data_size: int, micro_batch: int
@@ -116,7 +200,8 @@ class Stream:
         One thread prepares whole steps, enough for `data.prefetch` micro-batches ahead.
         """
         slab = data_size * micro_batch
-        accumulation = max(1, self.schedule.sequences_at(first_step) // slab)
+        first, end = self.sample_range(self.skips.data_step(first_step))
+        accumulation = max(1, (end - first) // slab)
         depth = -(-self.data.prefetch // accumulation)
 
         def make(step: int) -> StepData:
@@ -130,38 +215,75 @@ class Stream:
         """Held-out micro-batches of one rank: always the same windows, shared out in turn.
 
         The set is the first windows of each source's validation split, as many as its share of
-        `eval_tokens`, or all it has; it does not depend on the layout. Each rank gets the same
-        number of batches; rows that fill them up have no targets, so an uneven set neither hangs
-        nor counts twice. Raises UserError when there is nothing to evaluate on.
+        `eval_tokens` in the first stage of the mixture, or all it has; it does not depend on the
+        layout. Each rank gets the same number of batches; rows that fill them up have no targets,
+        so an uneven set neither hangs nor counts twice. Raises UserError when there is nothing to
+        evaluate on.
         """
         source, start = self._evaluation_set(eval_tokens)
         slab = data_size * micro_batch
         mine = own_positions(-(-len(source) // slab) * slab, data_rank, data_size, micro_batch)
         row, position = self._valid.document_starts(source, start)
-        rows = self._valid.read(source, start, row, position, mine)
+        real = mine[mine < len(source)]
+        tokens, hashes = self._valid.read(source[real], start[real])
+        padding = len(mine) - len(real)  # stands at the end: positions ascend
+        tokens = np.pad(tokens, ((0, padding), (0, 0)))
+        hashes = np.pad(hashes, (0, padding))
+        rows = self._valid.rows(tokens, hashes, source, row, position, mine)
         return make_batches(rows, micro_batch, self.data.attend, is_padding=mine >= len(source))
 
     def state(self) -> dict:
         """What a checkpoint records besides the step: equal states give equal batches at every
         step.
 
-        Below 1 KB for up to a dozen sources.
+        Below 1 KB: of more than a dozen corpora there is one hash over all.
         """
         ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
+        if len(ids) > MOST_NAMED:
+            ids = {f"all {len(ids)}": digest(ids)}
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
             "corpora": ids,
             "mixture": self.mixture.fingerprint(),
             "schedule": self.schedule.fingerprint(),
+            "skips": self.skips.fingerprint(),
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
         }
 
+    def past(self, step: int) -> dict:
+        """What decided the batches of train steps 1 to N, and the data step that comes next. In the
+        middle of a run the recipe may change batches to come, but none of these.
+        """
+        data_step = self.skips.data_step(step) + 1 if step else 0
+        windows = -(-self.schedule.sequences_before(data_step) // self._parts)
+        skipped = self.skips.past(data_step)
+        return {
+            "data_step": data_step,
+            "tokens": self.tokens_after(step),
+            "mixture": digest(self.mixture.past(windows)),
+            "skips": None if skipped is None else digest(skipped),
+        }
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens in the batches that train steps 1 to N used; those left out do not count."""
+        if step == 0:
+            return 0
+        data_step, before = self.skips.data_step(step), self.schedule.sequences_before
+        left_out = sum(before(b) - before(a) for a, b in self.skips.ranges_before(data_step))
+        return (before(data_step + 1) - left_out) * self.seq_len
+
+    def sample_range(self, data_step: int) -> tuple[int, int]:
+        """The samples [a, b) of the run in a data step."""
+        return self.schedule.sample_range(data_step + 1)
+
     def usage(self, steps: int) -> list[SourceUse]:
-        """What a run of that many steps takes from each source."""
-        windows = -(-self.schedule.sample_range(steps)[1] // self._parts)
+        """What a run of that many steps takes from each source, what is left out included."""
+        last = self.skips.data_step(steps)
+        windows = -(-self.sample_range(last)[1] // self._parts)
         draws = self.mixture.draws_before(windows).tolist()
+        stages = [step for step in self.stage_steps if step <= last]
         return [
             SourceUse(
                 uid=uid,
@@ -169,13 +291,20 @@ class Stream:
                 corpus_id=self.corpora[number].corpus_id,
                 tokens=self._train.splits[number].num_tokens,
                 windows=int(self.order.num_windows[number]),
+                dropped=self._dropped(number),
                 draws=draws[number],
                 epochs=draws[number] / int(self.order.num_windows[number]),
-                share=int(self.mixture.counts[number]) / self.mixture.period,
+                share=draws[number] / windows,
+                stages=tuple((step, self.mixture.share(uid, i)) for i, step in enumerate(stages)),
                 max_epochs=self.data.sources[uid].max_epochs,
             )
             for number, uid in enumerate(self.uids)
         ]
+
+    def _dropped(self, number: int) -> int:
+        """Tokens at the end of a training split that no window takes, not even as a target."""
+        used = int(self.order.num_windows[number]) * self.window_tokens + 1
+        return self._train.splits[number].num_tokens - used
 
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
@@ -186,9 +315,54 @@ class Stream:
         if eval_tokens:
             self._evaluation_set(eval_tokens)
         notes = [note for corpus in self.corpora for note in corpus.notes]
+        notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)
 
-    def _locate(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _own_rows(self, data_step: int, *place: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, hashes) of one rank's samples of a data step; small steps are read several at
+        once, as long as the batch keeps its size.
+        """
+        data_rank, data_size, micro_batch = place
+        found = self._read  # read once: another thread may replace it
+        if found.place != place or not found.first <= data_step < found.end:
+            first, end = self.sample_range(data_step)
+            mine = own_positions(end - first, data_rank, data_size, micro_batch)
+            # Twice as far as the last time, and one step after a jump: the first touch of a block
+            # hashes all of it, which the first batch of a life should not wait for.
+            is_next = found.place == place and found.end == data_step
+            ahead = 2 * (found.end - found.first) if is_next else 1
+            ahead = min(ahead, max(1, READ_AHEAD // len(mine)))
+            stop = min(data_step + ahead, self.schedule.end_of_piece(data_step))
+            try:
+                found = self._read_steps(data_step, stop, mine, place)
+            except UserError:  # damage belongs to the step that meets it
+                found = self._read_steps(data_step, data_step + 1, mine, place)
+            self._read = found
+        own = len(found.hashes) // (found.end - found.first)
+        low = (data_step - found.first) * own
+        return found.tokens[low : low + own], found.hashes[low : low + own]
+
+    def _read_steps(self, first: int, end: int, mine: np.ndarray, place: tuple) -> _Read:
+        samples, size = self.sample_range(first)[0], self.schedule.sequences_at(first + 1)
+        source, start = self.locate(samples, samples + (end - first) * size)
+        own = (np.arange(end - first)[:, None] * size + mine).ravel()
+        return _Read(first, end, place, *self._train.read(source[own], start[own]))
+
+    def _document_starts(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(row, position) of the documents that start in samples [first, end), ascending; none are
+        looked up where attention goes across them.
+        """
+        if self.data.attend == "across":
+            return NO_STARTS
+        found = self._starts  # read once: another thread may replace it
+        if not found.first <= first <= end <= found.end:
+            stop = max(end, first + STARTS_AHEAD)
+            found = _Starts(first, stop, *self._train.document_starts(*self.locate(first, stop)))
+            self._starts = found
+        low, high = np.searchsorted(found.row, (first - found.first, end - found.first))
+        return found.row[low:high] - (first - found.first), found.position[low:high]
+
+    def locate(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, first token in its training split) of samples [first, end), (n,) int64."""
         low, high = first // self._parts, -(-end // self._parts)
         located = self._located  # read once: another thread may replace it
@@ -201,6 +375,32 @@ class Stream:
         start = located.window[which] * self.window_tokens + part * self.seq_len
         return located.source[which], start
 
+    def _stage(self, data_step: int) -> tuple[int, dict[str, float]]:
+        """(first window, weights) of the stage that begins at a data step: windows are whole, so it
+        begins with the first one that starts there or later.
+        """
+        first = -(-self.schedule.sequences_before(data_step) // self._parts)
+        return first, {uid: one.weight_at(data_step) for uid, one in self.data.sources.items()}
+
+    def _masked_tokens(self, mask: Mask) -> tuple[int, int, int]:
+        """(source number, first token, end token) of a mask."""
+        if mask.source not in self.uids:
+            raise UserError(
+                f"data.skip.mask names the source {mask.source}, which is never drawn: its weight "
+                "is 0; remove the entry"
+            )
+        number = self.uids.index(mask.source)
+        return number, *self._train.token_range(number, mask.documents)
+
+    def _masked(self, data_step: int, source, start, is_damaged) -> Masked | None:
+        """What of a global batch is no target besides the cuts between documents."""
+        ranges = [
+            tokens for mask, *tokens in self._masks if mask.steps[0] <= data_step < mask.steps[1]
+        ]
+        if not ranges and is_damaged is None:
+            return None
+        return masked(source, start, self.seq_len, ranges, is_damaged)
+
     def _evaluation_set(self, eval_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, first token in its validation split) of the evaluation samples, (n,) int64."""
         wanted = eval_tokens // self.seq_len
@@ -210,7 +410,7 @@ class Stream:
                 "raise it, or set 0 for no evaluation"
             )
         available = [num_windows(split, self.seq_len) for split in self._valid.splits]
-        taken = np.minimum(self.mixture.draws_before(wanted), available)
+        taken = np.minimum(self.mixture.first_draws(wanted), available)
         if not taken.sum():
             raise UserError(
                 f"eval_tokens={eval_tokens}: no source has {self.seq_len + 1} held-out tokens; "
@@ -233,6 +433,12 @@ def open_stream(
     return Stream(data, seed, schedule, open_sources(data, seq_len, root, vocab_size), vocab_size)
 
 
+def stage_steps(data: Data) -> list[int]:
+    """The data steps at which some weight changes, ascending, 0 first."""
+    return sorted({first for source in data.sources.values() for first, _ in source.stages()})
+
+
+@functools.lru_cache(maxsize=64)
 def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) -> np.ndarray:
     """Positions in the global batch that a data-parallel rank trains on, in its order, int64."""
     assert 0 <= data_rank < data_size
@@ -245,4 +451,6 @@ def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) 
             f"micro_batch {micro_batch} = {slab}; nearest: {nearest} sequences"
         )
     micro_step = np.arange(0, batch, slab)[:, None]
-    return (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
+    positions = (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
+    positions.flags.writeable = False  # shared by all who ask
+    return positions

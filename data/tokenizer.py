@@ -51,12 +51,18 @@ class TextTokenizer:
         self.eod_id = self._id_of(eod_token)
         bos_token = _token_text(config.get("bos_token"))
         self.bos_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
-        specials = [
-            t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
-        ]
+        added = self._tokenizer.get_added_tokens_decoder()
+        specials = [t.content for t in added.values() if t.special]
         self._specials = re.compile(
             "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)"
         )
+        parsed = json.loads(definition)
+        unknown = parsed["model"].get("unk_token")
+        self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else None
+        # Ids that no text may have; the unknown token is what some text has.
+        self.special_ids = {i for i, t in added.items() if t.special} | {self.eod_id}
+        self.special_ids -= {self.unk_id}
+        self.normalizer = parsed.get("normalizer")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int64 (n,), without any token added."""
@@ -153,7 +159,7 @@ def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
     if not eod_token:
         raise UserError(
             f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); documents "
-            "could not be told apart: name one of its tokens as the end token"
+            "could not be told apart: name one of its tokens as the end token (eod=...)"
         )
     try:
         return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token)
@@ -161,6 +167,18 @@ def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
         raise
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise UserError(f"{path}: not a tokenizer that can be opened: {error}") from None
+
+
+def open_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
+    """The tokenizer of a folder, of a tokenizer.json in it, of a corpus, or `bytes`."""
+    if name == "bytes":
+        return byte_tokenizer()
+    path = Path(name)
+    if path.name == TOKENIZER_FILE:
+        path = path.parent
+    elif not (path / TOKENIZER_FILE).is_file() and (path / "tokenizer").is_dir():
+        path = path / "tokenizer"
+    return load_tokenizer(path, eod_token)
 
 
 def library_version() -> str:

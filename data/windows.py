@@ -14,6 +14,7 @@ Shapes: B rows, T = seq_len.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,10 +55,14 @@ class Rows:
 
 
 def make_batches(
-    rows: Rows, micro_batch: int, attend: str, is_padding: np.ndarray | None = None
+    rows: Rows,
+    micro_batch: int,
+    attend: str,
+    is_padding: np.ndarray | None = None,
+    is_masked: np.ndarray | None = None,
 ) -> list[Batch]:
     """Cut rows into micro-batches of `micro_batch` rows each, in order; is_padding (B,) marks rows
-    without targets.
+    without targets, is_masked (B, T + 1) tokens that are no target.
     """
     num_rows, seq_len = len(rows.tokens), rows.seq_len
     assert num_rows % micro_batch == 0
@@ -65,13 +70,16 @@ def make_batches(
     labels = rows.tokens[:, 1:].astype(np.int64)
     segment_ids = np.zeros((num_rows, seq_len), dtype=np.int32)
     row, position = cuts(rows.start_row, rows.start_position, attend)
-    labels[row, position - 1] = IGNORED
-    is_inside = position < seq_len  # a start at T only ends the last document
-    row, position = row[is_inside], position[is_inside]
-    segment_ids[row, position] = 1
-    np.cumsum(segment_ids, axis=1, out=segment_ids)
+    if len(row):
+        labels[row, position - 1] = IGNORED
+        is_inside = position < seq_len  # a start at T only ends the last document
+        row, position = row[is_inside], position[is_inside]
+        segment_ids[row, position] = 1
+        np.cumsum(segment_ids, axis=1, out=segment_ids)
     if is_padding is not None:
         labels[is_padding] = IGNORED
+    if is_masked is not None:
+        labels[is_masked[:, 1:]] = IGNORED
     flat = row * seq_len + position
     first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len)
     batches = []
@@ -119,6 +127,8 @@ def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[
     shorter than that, which is correct but compiles again. max_seqlen is rounded up to a power of
     two for the same reason.
     """
+    if not len(inner):
+        return _uncut(num_rows, seq_len).copy(), min(seq_len, 1 << (seq_len - 1).bit_length())
     ends = np.concatenate([np.arange(num_rows + 1) * seq_len, inner])
     ends.sort()
     count = num_rows * max(8, seq_len // 32) + 1
@@ -128,3 +138,12 @@ def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[
     padded[: len(ends)] = ends
     longest = int(np.diff(ends).max())
     return padded, min(seq_len, 1 << (longest - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=16)
+def _uncut(num_rows: int, seq_len: int) -> np.ndarray:
+    """cu_seqlens of rows of one document each."""
+    count = num_rows * max(8, seq_len // 32) + 1
+    padded = np.full(count, num_rows * seq_len, dtype=np.int32)
+    padded[: num_rows + 1] = np.arange(num_rows + 1) * seq_len
+    return padded

@@ -7,6 +7,7 @@ not on the machine, the number of threads, or how the documents were batched.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -127,18 +128,22 @@ def split_by_hash(valid_fraction: float) -> Callable[[str], str]:
     """text -> "train" or "valid": the same document is always on the same side, whatever the others
     are.
     """
+    limit = hash_limit(valid_fraction)
+
+    def split(text: str) -> str:
+        is_held_out = xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) < limit
+        return "valid" if is_held_out else "train"
+
+    return split
+
+
+def hash_limit(valid_fraction: float) -> int:
+    """A document is held out when the xxh3-64 of its text is below this number."""
     if not 0 <= valid_fraction < 1:
         raise UserError(
             f"valid_fraction={valid_fraction} is not a share in [0, 1) of the documents"
         )
-
-    def split(text: str) -> str:
-        is_held_out = (
-            xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) < valid_fraction * 2.0**64
-        )
-        return "valid" if is_held_out else "train"
-
-    return split
+    return math.ceil(valid_fraction * 2.0**64)
 
 
 def _batches(documents, counts, bad_bytes, inputs):

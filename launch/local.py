@@ -1,10 +1,13 @@
-"""`make pretrain`: check everything in one short process, then become the run.
+"""`make pretrain`: check everything in one short process, then become or start the run.
 
-    compose -> layout -> DeepSpeed JSON -> run folder -> corpus -> exec: pretrain.py, or torchrun
+    compose -> layout -> DeepSpeed JSON -> run folder -> corpus
+        one rank                  exec: pretrain.py takes the place of this process
+        several on this machine   launch.start.here
+        HOSTFILE=, or in SLURM    doctor's quick part on every host -> launch.start.across
 
 The one rule: what can be refused is refused here, before any rank starts, with every problem at
-once. Imports no torch; the process that trains replaces this one, so its signals and its exit
-status are the caller's.
+once. Imports no torch. Signals to this process are signals to the run, and its exit status is the
+run's.
 """
 
 from __future__ import annotations
@@ -14,12 +17,20 @@ import ctypes
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.schedule import read_schedule
 from data.stream import open_stream
+from launch import network, start
+from launch.environment import passed
+from launch.facts import remove_stale_locks
+from launch.hostfile import MOST_SLOTS, ranks_per_host
+from launch.judge import Need
+from launch.place import Place, add_place, read_place
+from launch.preflight import Inspection, preflight, wanted_port
 from recipes.compose import compose_command
-from recipes.schema import UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.resuming import standing
@@ -27,7 +38,7 @@ from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-REFUSED = 93
+FAILED, REFUSED = 1, 93
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -37,42 +48,119 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
+CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns only to refuse."""
-    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
-    parser.add_argument("--nproc", default="1", help="ranks on this machine")
-    parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
-    options = parser.parse_args(arguments)
+    """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
+    options = parse(arguments)
     try:
-        ranks = read_ranks("NPROC", options.nproc)
-        check(options.words, ranks)
+        ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
+        place = read_place(options)
+        words = [*options.words, *split_words("OVERRIDES", options.overrides)]
+        if options.check:
+            check(words, ranks or 1)
+            return 0
+        if options.with_parent or "MAKELEVEL" in os.environ:
+            end_with_parent()
+        if place is None:
+            return start_here(words, ranks or 1)
+        return start_across(words, place, ranks)
     except UserError as error:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
-    if ranks == 1:
-        for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
-            os.environ.pop(name, None)
-    end_with_make()
-    # Waiting OpenMP threads sleep instead of spinning. On a busy machine spinning threads take the
-    # cores from those that work: 350 against 1,900 tokens/s of `tiny`, two threads, load 4.
+    except OSError as error:  # a file system that went away, a folder in place of a file
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; a variable of make that was not given comes as an empty text."""
+    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
+    parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
+    add_place(parser)
+    parser.add_argument(
+        "--overrides", default="", help="overrides as one text, quotes as in a shell"
+    )
+    parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
+    parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
+    parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
+    return parser.parse_args(arguments)
+
+
+def start_here(words: list[str], ranks: int) -> int:
+    """Ranks of this machine."""
+    port = wanted_port(os.environ) if ranks > 1 else None
+    if port is not None and not network.is_free(port):
+        raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
+    recipe = check(words, ranks).recipe
+    for lock in remove_stale_locks(os.environ):
+        print(f"removed a lock that a killed build left behind: {lock}", file=sys.stderr)
+    command = command_of(words)
+    if ranks > 1:
+        return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)
+    for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
+        os.environ.pop(name, None)
+    # As for several ranks: see launch.agent.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Ranks share the cores; torchrun would say so in five lines and give each rank one thread.
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    command = command_of(ranks, options.words)
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.execv(command[0], command)
 
 
-def end_with_make() -> None:
-    """Ask Linux for a SIGTERM when the make that started this is killed, where one did."""
-    if "MAKELEVEL" in os.environ and sys.platform.startswith("linux"):
+def command_of(words: list[str]) -> list[str]:
+    """The process that trains."""
+    return [sys.executable, str(ROOT / "pretrain.py"), *words]
+
+
+def start_across(words: list[str], place: Place, nproc: int | None) -> int:
+    """Ranks on many hosts: check the recipe, then the hosts, then start."""
+    hosts = place.cluster.hosts
+    if nproc is None and hosts[0].slots == MOST_SLOTS:
+        raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
+    per_host = ranks_per_host(hosts, nproc)
+    checked = check(words, per_host * len(hosts))
+    recipe = checked.recipe
+    refuse_split_groups(recipe, per_host)
+    environment = passed(os.environ, place.named)
+    names = " ".join(sorted(environment)) or "none"
+    print(f"variables that go along: {names} (PASS= adds others)", flush=True)
+    inspection = Inspection(
+        need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
+        environment=environment,
+        folders=[source.corpus for source in recipe.data.sources.values()],
+        port=wanted_port(os.environ),
+    )
+    plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
+    folder = f"runs/{recipe.run}"
+    return start.across(place.cluster, plan, ["pretrain.py", *words], per_host, environment, folder)
+
+
+def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
+    """Raise UserError where a tensor group would cross hosts."""
+    tensor = recipe.parallel.tensor
+    if per_host % tensor:
+        raise UserError(
+            f"parallel.tensor={tensor} does not divide the {per_host} ranks of each host, so a"
+            " tensor group would cross hosts; choose another NPROC or parallel.tensor"
+        )
+
+
+def end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
+    if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def check(words: list[str], ranks: int) -> None:
+@dataclass(frozen=True)
+class Checked:
+    """A recipe that can start. `checkpoint_gib` = free space that two of its checkpoints take."""
+
+    recipe: Recipe
+    checkpoint_gib: float
+
+
+def check(words: list[str], ranks: int) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
     recipe = compose_command(words).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -85,17 +173,9 @@ def check(words: list[str], ranks: int) -> None:
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )
-    standing(folder, recipe, stream.state(), schedule.tokens_after)
+    standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
-
-
-def command_of(ranks: int, words: list[str]) -> list[str]:
-    """The process that trains: the entry itself for one rank, torchrun for several."""
-    script = str(ROOT / "pretrain.py")
-    if ranks == 1:
-        return [sys.executable, script, *words]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *torchrun, script, *words]
+    return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
 from recipes.compose import compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from recipes.table import table
 from runtime.engine_config import load_preset
 from runtime.settle import json_for
@@ -35,11 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="+", help="recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *rest = options.words
-        recipe = compose(dish, rest).recipe
+        dish, *words = options.words
+        recipe = compose(dish, words + split_words("OVERRIDES", options.overrides)).recipe
         axes = recipe.parallel
         fewest = axes.tensor * axes.pipeline * axes.context
         world = fewest if options.world is None else read_ranks("WORLD", options.world)

@@ -159,9 +159,10 @@ class _Reader:
             return self.read_class(kind, value, path)
         if typing.get_origin(kind) is dict:
             return self.read_dict(typing.get_args(kind)[1], value, path)
-        if path in SPECIAL:
+        special = SPECIAL.get(re.sub(r"^data\.sources\.[^.]+\.", "data.sources.NAME.", path))
+        if special:
             try:
-                return SPECIAL[path](value)
+                return special(value)
             except ValueError as error:
                 return self.fail(path, value, f"{error} ({metadata['meaning']})")
         if isinstance(kind, types.UnionType):
@@ -234,6 +235,13 @@ def _to_text(value: Any) -> str:
     if any(len(part.encode(errors="replace")) > LONGEST_PART for part in value.split("/")):
         raise ValueError(f"has a part longer than {LONGEST_PART} bytes, which no file system takes")
     return value
+
+
+def _to_filled_text(value: Any) -> str:
+    text = _to_text(value)
+    if not text.strip():
+        raise ValueError("is empty; null means none")
+    return text
 
 
 def folder_name(value: Any) -> str | None:
@@ -322,7 +330,58 @@ def _bounds(value: Any) -> tuple[int, ...] | None:
     return bounds
 
 
-CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_text}
+def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
+    if not isinstance(value, list | tuple):
+        return _share(value)
+    if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        raise ValueError("is not a list of [data step, weight] pairs")
+    stages = tuple((as_int(step), _share(weight)) for step, weight in value)
+    steps = [step for step, _ in stages]
+    if steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError("must start at step 0 and its steps must increase")
+    return stages
+
+
+def _share(value: Any) -> float:
+    number = as_float(value)
+    if number < 0:
+        raise ValueError("must be at least 0")
+    return number
+
+
+def _ranges(value: Any) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError("is not a list of ranges; write [[100,200]]")
+    return tuple(_range(item) for item in value)
+
+
+def _range(value: Any, is_open: bool = False) -> tuple[int, int | None]:
+    """[first, end) as two counts; `end` null where it may be open."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"has {value!r}, which is not a range [first, end]")
+    first = as_int(value[0])
+    end = None if is_open and value[1] is None else as_int(value[1])
+    if first < 0 or (end is not None and end <= first) or max(first, end or 0) > MANY:
+        raise ValueError(f"has the range [{first}, {end}]; it needs 0 <= first < end <= {MANY}")
+    return first, end
+
+
+def _masks(value: Any) -> tuple[dict[str, Any], ...]:
+    wanted = ("source", "documents", "steps")
+    if not isinstance(value, list | tuple) or not all(isinstance(item, dict) for item in value):
+        raise ValueError("is not a list of {source: NAME, documents: [17, 18], steps: [0, null]}")
+    masks = []
+    for item in value:
+        if set(item) != set(wanted):
+            raise ValueError(f"has an entry with {', '.join(map(str, item))}, not {wanted}")
+        steps = _range(item["steps"], is_open=True)
+        masks.append(
+            {"source": str(item["source"]), "documents": _range(item["documents"]), "steps": steps}
+        )
+    return tuple(masks)
+
+
+CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, str: _to_filled_text}
 SPECIAL: dict[str, Callable] = {
     "run": folder_name,
     "allow": _names,
@@ -331,4 +390,8 @@ SPECIAL: dict[str, Callable] = {
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,
     "zero": _zero,
+    "data.sources.NAME.weight": _weight,
+    "data.skip.advance": _ranges,
+    "data.skip.no_update": _ranges,
+    "data.skip.mask": _masks,
 }

@@ -46,7 +46,9 @@ def all_rows() -> list[list[str]]:
         if key not in OWNED:
             legal = " | ".join(map(str, rule.choices))
             legal = legal or (f">= {rule.low:g}" if rule.low is not None else "")
-            stages = "" if len(rule.only) == 3 else f" (ZeRO {' or '.join(map(str, rule.only))})"
+            stages = (
+                "" if len(rule.stages) == 3 else f" (ZeRO {' or '.join(map(str, rule.stages))})"
+            )
             rows.append([f"ds.{key}", rule.kind.__name__, "preset", legal, rule.meaning + stages])
     return rows
 

@@ -6,7 +6,11 @@ where all its knobs are legal by themselves, so it never sees a missing or misty
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
+
+from recipes.schema import read_steps
 
 
 def _one_length(steps, tokens) -> str | None:
@@ -77,12 +81,60 @@ def _window(window, seq_len) -> str | None:
     )
 
 
+def _built_in_corpora(sources) -> str | None:
+    """What is built lands in the repository only where git ignores it."""
+    for uid, source in sources.items():
+        path = Path(os.path.normpath(source.corpus))
+        if source.build and not path.is_absolute() and path.parts[:1] != ("corpora",):
+            return (
+                f"data.sources.{uid}.corpus={source.corpus!r} with build={source.build}: it would"
+                f" be built outside corpora/; use corpora/{path.name or uid}, or an absolute path"
+            )
+        if source.build and len(path.parts) < 2:
+            return (
+                f"data.sources.{uid}.corpus={source.corpus!r} with build={source.build}: it needs a"
+                f" folder of its own, such as corpora/{uid}"
+            )
+    return None
+
+
 def _sources(sources) -> str | None:
     if not sources:
         return "data.sources is empty; choose data=sotu, or set data.sources.NAME.corpus=FOLDER"
-    if sum(source.weight for source in sources.values()) <= 0:
-        return "data.sources: every weight is 0; give at least one source a weight above 0"
+    for step in sorted({first for source in sources.values() for first, _ in source.stages()}):
+        if all(source.weight_at(step) == 0 for source in sources.values()):
+            when = f" from data step {step} on" if step else ""
+            return (
+                f"data.sources: every weight is 0{when}; give at least one source a weight above 0"
+            )
     return None
+
+
+def _profile(profile, steps, stop_after) -> str | None:
+    if profile is None:
+        return None
+    try:
+        wanted = read_steps(profile)
+    except ValueError as error:
+        return f"log.profile={profile!r} {error}"
+    end = min(steps or wanted[-1], stop_after or wanted[-1])
+    if wanted[-1] > end:
+        return (
+            f"log.profile={profile} goes past the last step, {end}; end it at {end + 1} or before"
+            if wanted[0] <= end
+            else f"log.profile={profile} begins after the last step, {end}; choose earlier steps"
+        )
+    return None
+
+
+def _masked_sources(sources, mask) -> str | None:
+    unknown = sorted({entry["source"] for entry in mask} - set(sources))
+    if not unknown:
+        return None
+    return (
+        f"data.skip.mask names the source {unknown[0]!r}, which data.sources does not have; there"
+        f" are: {', '.join(sources)}"
+    )
 
 
 def _stop_is_reached(stop_after, steps) -> str | None:
@@ -114,5 +166,8 @@ RULES = (
     (("data.window_tokens", "seq_len"), _window),
     (("data.sources",), _sources),
     (("recompute", "compile"), _recompute),
+    (("data.sources",), _built_in_corpora),
+    (("log.profile", "steps", "stop_after"), _profile),
+    (("data.sources", "data.skip.mask"), _masked_sources),
 )
 WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)

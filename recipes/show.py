@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from data.schedule import read_schedule
+from data.sources import drawn
 from data.stream import open_stream
 from parallel.layout import most_parameters
 from recipes.compose import Composed, compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.settle import Settled, settle
@@ -37,10 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="+", help="recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         dish, *overrides = options.words
+        overrides += split_words("OVERRIDES", options.overrides)
         world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(dish, overrides, world)
     except UserError as error:
@@ -60,6 +63,7 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, world, schedule)
     confirm(settled.config)
+    sources, refused = usage(recipe, schedule, settled.last_step)
     return {
         "recipe": dataclasses.asdict(recipe),
         "recipe_origins": composed.origins,
@@ -70,8 +74,8 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
         "ds_origins": ds_origins(composed, settled),
         "optimizer_class": settled.engine.optimizer_class,
         "state": state(recipe, settled),
-        "data": usage(recipe, schedule, settled.last_step),
-        "warnings": [*composed.warnings, *settled.warnings],
+        "data": sources,
+        "warnings": [*composed.warnings, *settled.warnings, *refused],
     }
 
 
@@ -120,20 +124,35 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
     }
 
 
-def usage(recipe: Recipe, schedule: Any, last_step: int) -> list[dict[str, Any]]:
-    """Epochs of each source, where all corpora are there; else which are not."""
-    folders = {name: ROOT / source.corpus for name, source in recipe.data.sources.items()}
-    if all((folder / "manifest.json").is_file() for folder in folders.values()):
-        vocabulary = recipe.model.vocab_size
-        stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+def usage(recipe: Recipe, schedule: Any, last_step: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """How the run uses each source, where all corpora are there, else which are not; and what of it
+    is worth a warning.
+    """
+    sources = recipe.data.sources
+    if any(
+        not (ROOT / sources[name].corpus / "manifest.json").is_file() for name in drawn(recipe.data)
+    ):
         return [
-            {"source": use.uid, "corpus": use.corpus, "tokens": use.tokens, "epochs": use.epochs}
-            for use in stream.usage(last_step)
-        ]
-    return [
-        {"source": name, "corpus": source.corpus, "absent": True, "build": source.build}
-        for name, source in recipe.data.sources.items()
+            {"source": name, "corpus": source.corpus, "absent": True, "build": source.build}
+            for name, source in sources.items()
+        ], []
+    vocabulary = recipe.model.vocab_size
+    stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    used = [
+        {
+            "source": use.uid,
+            "corpus": use.corpus,
+            "tokens": use.tokens,
+            "epochs": use.epochs,
+            "share": use.share,
+            "stages": [list(stage) for stage in use.stages],
+        }
+        for use in stream.usage(last_step)
     ]
+    try:
+        return used, stream.check(last_step)
+    except UserError as error:
+        return used, [f"refused at start: {problem}" for problem in error.problems]
 
 
 def text(shown: dict[str, Any]) -> str:
@@ -188,9 +207,11 @@ def _state(state_: dict[str, Any]) -> str:
 
 def _source(use: dict[str, Any]) -> str:
     if "epochs" in use:
+        stages = [f"{share:.3g} from data step {step}" for step, share in use["stages"]]
         return (
             f"  source {use['source']}: {use['corpus']}, {use['tokens']:,} tokens,"
-            f" {use['epochs']:.3g} epochs"
+            f" {use['epochs']:.3g} epochs, {use['share']:.3g} of the run"
+            + (f" ({', '.join(stages)})" if len(stages) > 1 else "")
         )
     made = "made at the first run" if use["build"] else "absent: make it, or point elsewhere"
     return f"  source {use['source']}: {use['corpus']}, {made}"

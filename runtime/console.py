@@ -146,6 +146,8 @@ def fit(fields: list[tuple[int, str]], width: int) -> str:
 
 def plain_text(line: Mapping[str, Any], total: int, left_s: float | None) -> str:
     """One metrics line for a log file."""
+    if line["skipped"] and not line["targets"]:
+        return f"step {line['step']:>{len(str(total))}}/{total}  {skipped_text(line)}"
     speed = f"{number(line['tokens_per_s'], ',.0f')} tokens/s"
     if line["tokens_per_s_per_rank"] != line["tokens_per_s"]:
         speed += f" ({number(line['tokens_per_s_per_rank'], ',.0f')} per rank)"
@@ -159,9 +161,20 @@ def plain_text(line: Mapping[str, Any], total: int, left_s: float | None) -> str
         "" if line["mfu"] is None else f"MFU {line['mfu']:.1%}",
         f"{line['step_s']:.2f} s/step",
         "" if left_s is None else f"{duration(left_s)} left",
-        "SKIPPED: gradients not finite" if line["skipped"] else "",
+        skipped_text(line),
     ]
     return "  ".join(field for field in fields if field)
+
+
+def skipped_text(line: Mapping[str, Any]) -> str:
+    """Why a step did not move the weights; empty where it did."""
+    if not line["skipped"]:
+        return ""
+    return (
+        "SKIPPED: gradients not finite"
+        if line["targets"]
+        else "SKIPPED: nothing to train on (data.skip)"
+    )
 
 
 def number(value: float | None, spec: str) -> str:
@@ -208,5 +221,5 @@ def summary_text(summary: Mapping[str, Any]) -> str:
             f"peak  {summary['peak_memory_gib']:.2f} GiB {summary['memory_of']} memory of rank 0"
         )
     if summary["skipped_steps"]:
-        lines.append(f"      {summary['skipped_steps']} steps skipped (gradients not finite)")
+        lines.append(f"      {summary['skipped_steps']} steps skipped (without an update)")
     return "\n".join(lines)

@@ -33,7 +33,7 @@ from parallel import tensor
 from parallel.layout import Coordinates, Layout
 from parallel.mesh import Mesh, forget_groups, make_mesh, members
 from recipes.compose import compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, read_ranks, split_words
 from recipes.table import scaled, table
 from runtime import engine
 from runtime.engine_check import confirm
@@ -51,10 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
     parser.add_argument("words", nargs="+", help="recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        seen = collect(options.words[0], options.words[1:], options.world, options.rank)
+        dish, *words = options.words
+        words += split_words("OVERRIDES", options.overrides)
+        seen = collect(dish, words, options.world, options.rank)
     except UserError as error:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)

@@ -39,6 +39,8 @@ from runtime.optimizer import build_optimizer
 from runtime.process import Process, Shared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# ZeRO++; on the CPU one fails at start and the other in the first backward.
+CUDA_ONLY = ("zero_quantized_weights", "zero_quantized_gradients")
 NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -50,7 +52,13 @@ class StepResult:
     grad_norm: torch.Tensor | float  # global, before clipping; not finite when the step was skipped
     tokens: int  # positions in the global batch
     targets: int  # positions that have a target
-    skipped: bool  # gradients were not finite, weights did not move
+    skipped: bool  # gradients were not finite, or nothing was to be trained: weights did not move
+
+
+def untrained(tokens: int, device: torch.device) -> StepResult:
+    """The result of a step that is counted without moving the weights: no loss was taken."""
+    nothing = torch.full((), float("nan"), device=device)
+    return StepResult(loss=nothing, grad_norm=nothing, tokens=tokens, targets=0, skipped=True)
 
 
 class Engine:
@@ -159,6 +167,7 @@ def build(
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
     from deepspeed.utils import groups
 
+    check_kernels(config, process.device)
     join_deepspeed(process.device)
     mesh = make_mesh(layout, process.rank)
     if layout.pipeline > 1:
@@ -176,6 +185,19 @@ def build(
         raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
     return Engine(ds, mesh, process)
+
+
+def check_kernels(config: dict[str, Any], device: torch.device) -> None:
+    """Raise Shared where the JSON asks for kernels that `device` does not have."""
+    given = [key for key in CUDA_ONLY if config["zero_optimization"].get(key)]
+    if given and device.type != "cuda":
+        raise Shared(
+            *(
+                f"ds.zero_optimization.{key}=True: its kernels exist for CUDA only, and this run is"
+                f" on {device.type}; remove it"
+                for key in given
+            )
+        )
 
 
 def build_model(

@@ -85,7 +85,6 @@ def ask(config: dict[str, Any]) -> list[str]:
 
 def check_with_deepspeed(config: dict[str, Any]) -> list[str]:
     """Problems that DeepSpeed's own classes find in `config`, one line each. Imports DeepSpeed."""
-    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -94,7 +93,6 @@ def check_with_deepspeed(config: dict[str, Any]) -> list[str]:
     blocks = {
         "zero_optimization": DeepSpeedZeroConfig,
         "bf16": DeepSpeedBF16Config,
-        "comms_logger": CommsLoggerConfig,
     }
     problems = []
     for name, cls in blocks.items():

@@ -9,23 +9,33 @@ whose default DeepSpeed has changed before. No torch, no deepspeed. Units: seque
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.schema import Recipe, UserError, as_float, as_int, did_you_mean
 from runtime import strict_json
-from runtime.engine_keys import FIXED, FIXED_IN_PIPELINE, KEYS, NO_STAGE, OWNED, refusal
+from runtime.engine_keys import FIXED, FIXED_IN_PIPELINE, KEYS, NO_STAGE, NVME, OWNED, refusal
+from runtime.engine_rules import (
+    ACCUM_DTYPE,
+    COMM_DTYPE,
+    OFFLOAD,
+    OFFLOAD_PARAM,
+    Leaves,
+    equal,
+    named,
+    optimizer_class,
+    problems_of,
+    shown,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ROOT / "ds_configs"
 AUTO = "auto"
 STAGE = "zero_optimization.stage"
-ACCUM_DTYPE = "data_types.grad_accum_dtype"
-IMMEDIATE = "bf16.immediate_grad_update"
-OFFLOAD = "zero_optimization.offload_optimizer.device"
+DEVICES = (OFFLOAD, OFFLOAD_PARAM)
 
-Leaves = dict[str, tuple[Any, str]]  # dotted key -> (value, where it came from)
 Fixed = dict[str, tuple[Any, str]]  # dotted key -> (the one value, why)
 
 
@@ -45,6 +55,7 @@ class EngineConfig:
     json: dict[str, Any]
     origins: dict[str, str]
     stage: int
+    optimizer_class: str  # the class that DeepSpeed wraps around the optimizer
 
     @property
     def grad_dtype(self) -> str:
@@ -61,16 +72,6 @@ class EngineConfig:
         """Whether optimizer states live outside the device."""
         block = self.json["zero_optimization"].get("offload_optimizer", {})
         return block.get("device", "none") != "none"
-
-    @property
-    def optimizer_class(self) -> str:
-        """Name of the class that DeepSpeed wraps around the optimizer."""
-        if self.stage == 3:
-            return "DeepSpeedZeroOptimizer_Stage3"
-        is_bf16 = self.json["bf16"]["enabled"]
-        if self.stage == 1 and is_bf16 and self.grad_dtype == "fp32" and not self.is_offloaded:
-            return "BF16_Optimizer"
-        return "DeepSpeedZeroOptimizer"
 
 
 def load_preset(zero: int | str) -> Preset:
@@ -122,12 +123,13 @@ def engine_config(
     UserError with every problem.
     """
     preset = load_preset(recipe.zero)
-    leaves, problems = _merge(preset, recipe.ds)
+    problems = [*_misshapen(preset.json, preset.shown), *_misshapen(recipe.ds, "ds.")]
+    leaves = _merge(preset, recipe.ds, problems)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
     fixed = FIXED | FIXED_IN_PIPELINE if recipe.parallel.pipeline > 1 else FIXED
     _fill_derived(leaves, recipe, accumulates, fixed)
-    problems += _check_leaves(leaves, preset.stage, fixed)
-    problems += _check_together(leaves, recipe, preset)
+    bad, legal = _check_leaves(leaves, fixed)
+    problems += bad + problems_of(legal, recipe, preset.stage, data_size)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     if recipe.optim.name != "adamw":
@@ -136,17 +138,36 @@ def engine_config(
         json=_nested({key: value for key, (value, _) in leaves.items()}),
         origins={key: origin for key, (_, origin) in leaves.items()},
         stage=preset.stage,
+        optimizer_class=optimizer_class(preset.stage, leaves),
     )
 
 
-def _merge(preset: Preset, ds: dict[str, Any]) -> tuple[Leaves, list[str]]:
+def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[str]:
+    """Problems of empty blocks and of names with a dot, which have no leaves of their own."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if "." in str(key):
+            yield f"{named(path, origin)}: a dot in a name, which DeepSpeed ignores; nest blocks"
+        elif value == {}:
+            refused = refusal(path)
+            is_block = any(name.startswith(f"{path}.") for name in [*KEYS, *FIXED])
+            if refused:
+                yield f"{named(refused[0], origin)}: {refused[1]}"
+            elif is_block:
+                yield f"{named(path, origin)} is an empty block, which changes nothing; remove it"
+            else:
+                yield _unknown(path, origin)
+        elif isinstance(value, dict):
+            yield from _misshapen(value, origin, f"{path}.")
+
+
+def _merge(preset: Preset, ds: dict[str, Any], problems: list[str]) -> Leaves:
     """Preset and `ds.*` as flat leaves; null for a block removes it."""
     leaves: Leaves = {key: (value, preset.shown) for key, value in _flat(preset.json)}
-    problems = []
     for key, value in _flat(ds):
         origin = f"ds.{key}"
-        if key == STAGE and value != AUTO and not _equal(value, preset.stage):
-            instead = NO_STAGE if _equal(value, 0) else f"set zero={value} instead"
+        if key == STAGE and value != AUTO and not equal(value, preset.stage):
+            instead = NO_STAGE if equal(value, 0) else f"set zero={value} instead"
             problems.append(
                 f"{origin}={value!r} contradicts {preset.shown}, stage {preset.stage}; {instead}"
             )
@@ -159,7 +180,7 @@ def _merge(preset: Preset, ds: dict[str, Any]) -> tuple[Leaves, list[str]]:
             del leaves[name]
         if not (inside and value is None):
             leaves[key] = (value, origin)
-    return leaves, problems
+    return leaves
 
 
 def is_part_of(key: str, block: str) -> bool:
@@ -183,9 +204,9 @@ def _fill_owned(
     assert values.keys() == OWNED.keys()
     for key, (value, origin) in values.items():
         given, where = leaves.get(key, (AUTO, ""))
-        if given != AUTO and not _equal(given, value):
+        if given != AUTO and not equal(given, value):
             problems.append(
-                f"{_shown(key, given, where)} contradicts {value} ({origin}); the recipe owns it"
+                f"{shown(key, given, where)} contradicts {value} ({origin}); the recipe owns it"
                 f' ({OWNED[key]}): remove it, or set it to "auto"'
             )
         leaves[key] = (value, origin)
@@ -198,60 +219,53 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixe
     dtype = ("fp32" if sums else "bf16", f"recipe: {reason if sums else 'no accumulation'}")
     if leaves.get(ACCUM_DTYPE, (AUTO, ""))[0] == AUTO:
         leaves[ACCUM_DTYPE] = dtype
-    if leaves.get("communication_data_type", (AUTO, ""))[0] == AUTO:
-        leaves["communication_data_type"] = (leaves[ACCUM_DTYPE][0], "as data_types")
+    if leaves.get(COMM_DTYPE, (AUTO, ""))[0] == AUTO:
+        leaves[COMM_DTYPE] = (leaves[ACCUM_DTYPE][0], "as data_types")
     for key, (value, reason) in fixed.items():
         if leaves.get(key, (AUTO, ""))[0] == AUTO:
             leaves[key] = (value, f"always: {reason}")
 
 
-def _check_leaves(leaves: Leaves, stage: int, fixed: Fixed) -> list[str]:
-    """Each key known, of its type, in its range and read by this stage; normalises numbers."""
-    problems, autos = [], []
+def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
+    """Problems, and the leaves without any: known, of their type, in their range. Normalises
+    numbers.
+    """
+    problems, autos, legal = [], [], {}
     for key, (value, origin) in leaves.items():
-        shown = _shown(key, value, origin)
+        given = shown(key, value, origin)
         refused = refusal(key)
         if key in fixed:
-            if value != fixed[key][0]:
-                problems.append(f"{shown}: {fixed[key][1]}; remove it")
+            if not equal(value, fixed[key][0]):
+                problems.append(f"{given}: {fixed[key][1]}; remove it")
         elif refused:
             block, reason = refused
-            problems.append(f"{shown if block == key else _named(block, origin)}: {reason}")
+            problems.append(f"{given if block == key else named(block, origin)}: {reason}")
         elif key not in KEYS:
             problems.append(_unknown(key, origin))
         elif value == AUTO:
-            autos.append(_named(key, origin))
-        elif stage not in KEYS[key].only:
-            stages = " or ".join(map(str, KEYS[key].only))
-            problems.append(f"{shown} has no effect at ZeRO stage {stage}: only {stages} reads it")
+            autos.append(named(key, origin))
+        elif key in DEVICES and value == "nvme":
+            problems.append(f"{given}: {NVME}")
         else:
             try:
-                leaves[key] = (_typed(key, value), origin)
+                leaves[key] = legal[key] = (_typed(key, value), origin)
             except ValueError as error:
-                problems.append(f"{shown} {error}: {KEYS[key].meaning}")
+                problems.append(f"{given} {error}: {KEYS[key].meaning}")
     if autos:
         problems.append(f'still at "auto", which nothing here fills: {", ".join(autos)}; set each')
-    return problems
-
-
-def _named(key: str, origin: str) -> str:
-    return f"ds.{key}" if origin.startswith("ds.") else f"{key} ({origin})"
-
-
-def _shown(key: str, value: Any, origin: str) -> str:
-    return f"ds.{key}={value!r}" if origin.startswith("ds.") else f"{key}={value!r} ({origin})"
+    return problems, legal
 
 
 def _unknown(key: str, origin: str) -> str:
     """The message for a key that is in no list, with the nearest one."""
     inside = [name.removeprefix(f"{key}.") for name in KEYS if name.startswith(f"{key}.")]
     if inside:
-        return f"{_named(key, origin)} is a block; its keys: {', '.join(inside)}"
+        return f"{named(key, origin)} is a block; its keys: {', '.join(inside)}"
     blocks = {".".join(name.split(".")[:n]) for name in KEYS for n in range(1, name.count(".") + 1)}
     parent = key.rpartition(".")[0]
     if parent and parent not in blocks:  # the block is misspelt, not the key in it
-        return f"{_named(parent, origin)}: no such block{did_you_mean(parent, blocks)}"
-    return f"{_named(key, origin)}: no such key{did_you_mean(key, [*KEYS, *blocks])}"
+        return f"{named(parent, origin)}: no such block{did_you_mean(parent, blocks)}"
+    return f"{named(key, origin)}: no such key{did_you_mean(key, [*KEYS, *blocks])}"
 
 
 def _typed(key: str, value: Any) -> Any:
@@ -264,90 +278,21 @@ def _typed(key: str, value: Any) -> Any:
     elif not isinstance(value, rule.kind):
         wanted = {bool: "true or false", str: "text", list: "a list"}[rule.kind]
         raise ValueError(f"is not {wanted}")
-    if rule.choices and value not in rule.choices:
-        raise ValueError(f"is not one of {', '.join(map(str, rule.choices))}")
+    for item in value if rule.kind is list else [value]:
+        if rule.choices and item not in rule.choices:
+            which = f"has {item!r}, which" if rule.kind is list else ""
+            raise ValueError(f"{which} is not one of {', '.join(rule.choices)}".strip())
     if rule.low is not None and value < rule.low:
         raise ValueError(f"must be at least {rule.low}")
     return value
 
 
-def _check_together(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]:
-    """Rules between keys, and between the JSON and the recipe."""
-    problems = []
-    has_pipeline = any(key.startswith("pipeline.") for key in leaves)
-    if has_pipeline and recipe.parallel.pipeline == 1:
-        problems.append(
-            f"zero={recipe.zero} has a pipeline block, which has no effect with"
-            f" parallel.pipeline=1; use zero={preset.stage}, or set parallel.pipeline"
-        )
-    offloads = leaves.get(OFFLOAD, ("none", ""))[0] != "none"
-    if offloads and recipe.parallel.pipeline > 1:
-        problems.append(
-            f"{OFFLOAD} with parallel.pipeline={recipe.parallel.pipeline}: DeepSpeed 0.19.8 drops"
-            " the gradient of tied weights there; use zero=pipeline"
-        )
-    problems += _check_cut(leaves, recipe, preset)
-    bucket, origin = leaves.get("zero_optimization.allgather_bucket_size", (2, ""))
-    if preset.stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
-        problems.append(
-            f"{_shown('zero_optimization.allgather_bucket_size', bucket, origin)} must be even at"
-            f" ZeRO stage {preset.stage}; nearest: {bucket + 1}"
-        )
-    if preset.stage == 2:
-        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-            value, origin = leaves.get(key, (plain, ""))
-            if value != plain:
-                problems.append(
-                    f"{_shown(key, value, origin)}: ZeRO stage 2 divides after the reduction;"
-                    " remove it, or use zero=1"
-                )
-    for key in (ACCUM_DTYPE, "communication_data_type"):
-        if recipe.precision == "fp32" and leaves[key][0] == "bf16":
-            problems.append(
-                f"{_shown(key, 'bf16', leaves[key][1])} contradicts precision=fp32, the reference;"
-                " use precision=bf16"
-            )
-    return problems
-
-
-def _check_cut(leaves: Leaves, recipe: Recipe, preset: Preset) -> list[str]:
-    """Rules between the JSON and modules that are cut over ranks."""
-    axes, problems = recipe.parallel, []
-    if preset.stage != 3 or axes.tensor * axes.context == 1:
-        return problems
-    key = "zero_optimization.leaf_module.classes"
-    classes, origin = leaves.get(key, ([], preset.shown))
-    if "Block" not in classes:
-        problems.append(
-            f"{_shown(key, classes, origin)} with parallel.tensor={axes.tensor}, parallel.context="
-            f"{axes.context}: a cut block uses several weights at a time, so ZeRO-3 must gather it"
-            " whole; add Block"
-        )
-    key = "zero_optimization.zero_hpz_partition_size"
-    size, origin = leaves.get(key, (1, ""))
-    if not _equal(size, 1):
-        problems.append(
-            f"{_shown(key, size, origin)} with parallel.tensor={axes.tensor}, parallel.context="
-            f"{axes.context}: DeepSpeed makes the groups of its second copy over all ranks, as if"
-            " there were no other axis; remove it"
-        )
-    return problems
-
-
-def _equal(given: Any, value: Any) -> bool:
-    """Equal as numbers where they are numbers: text "8" is 8, but true is not 1."""
-    if isinstance(value, bool) or isinstance(given, bool):
-        return given is value
-    try:
-        return as_float(given) == as_float(value)
-    except ValueError:
-        return given == value
-
-
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; an empty block has none."""
+    """(dotted key, value) of every leaf; an empty block and a name with a dot have none."""
     leaves = []
     for key, value in tree.items():
+        if "." in str(key):
+            continue
         path = f"{prefix}{key}"
         leaves += _flat(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
     return leaves

@@ -3,8 +3,10 @@
 DeepSpeed reads top-level keys and the blocks data_types, pipeline, checkpoint and
 activation_checkpointing with `.get`: a typo there is ignored in silence. So this list, not
 DeepSpeed, says what exists; a test holds its zero_optimization and bf16 parts against DeepSpeed's
-own classes. One rule: a key is listed, or it is refused with the way out. Sizes are numbers of
-elements unless they say otherwise. Written for DeepSpeed 0.19.8.
+own classes, and the readers of each key against what DeepSpeed reads while it trains. One rule: a
+key is listed with who reads it, or it is refused with the way out; `engine_rules` refuses it where
+its reader is not there. Sizes are numbers of elements unless they say otherwise. Written for
+DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -14,20 +16,41 @@ from typing import Any
 
 from recipes.schema import FP16, STAGE_0
 
+# The classes that DeepSpeed wraps around the optimizer, and the stages at which it builds them.
+ZERO_12, ZERO_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+BF16 = "BF16_Optimizer"
+STAGES = {ZERO_12: (1, 2), BF16: (1,), ZERO_3: (3,)}
+
 
 @dataclass(frozen=True)
 class Key:
-    """Type, meaning and legal values of one key. `only` names the ZeRO stages that read it."""
+    """Type, meaning and legal values of one key. `readers` names the classes that read it.
+
+    For a list, `choices` are the legal items.
+    """
 
     kind: type
     meaning: str
     low: float | None = None
     choices: tuple[Any, ...] = ()
-    only: tuple[int, ...] = (1, 2, 3)
+    readers: tuple[str, ...] = (ZERO_12, BF16, ZERO_3)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The ZeRO stages at which a reader is built."""
+        return tuple(sorted({stage for name in self.readers for stage in STAGES[name]}))
 
 
-def _zero3(kind: type, meaning: str, low: float | None = 0) -> Key:
-    return Key(kind, meaning, low=low if kind is int else None, only=(3,))
+def _zero(kind: type, meaning: str, low: float | None = None) -> Key:
+    return Key(kind, meaning, low=low, readers=(ZERO_12, ZERO_3))
+
+
+def _zero12(kind: type, meaning: str) -> Key:
+    return Key(kind, meaning, readers=(ZERO_12,))
+
+
+def _zero3(kind: type, meaning: str, low: float | None = 0, choices: tuple[str, ...] = ()) -> Key:
+    return Key(kind, meaning, low if kind is int else None, choices, (ZERO_3,))
 
 
 DTYPES = ("fp32", "bf16")
@@ -41,6 +64,10 @@ OWNED = {
     "bf16.enabled": "precision",
 }
 
+# Classes of the decoder with several weights inside and one tensor as result: what can be gathered
+# in one go.
+LEAF_CLASSES = ("Block", "Attention", "MLP")
+
 KEYS: dict[str, Key] = {
     "train_batch_size": Key(int, "sequences per step over all ranks", low=1),
     "train_micro_batch_size_per_gpu": Key(int, "sequences per rank and pass", low=1),
@@ -50,42 +77,31 @@ KEYS: dict[str, Key] = {
     "prescale_gradients": Key(bool, "divide gradients before the reduction, not after"),
     "gradient_predivide_factor": Key(float, "part of the division done before it", low=1),
     "disable_python_gc": Key(bool, "no garbage collection while stepping"),
-    "memory_breakdown": Key(bool, "print memory at each phase of start-up"),
-    "dump_state": Key(bool, "print the engine's settings at start"),
+    "memory_breakdown": Key(bool, "print memory before and after each pass and step"),
     "log_level": Key(str, "DeepSpeed's log level", choices=("debug", "info", "warning", "error")),
-    "comms_logger.enabled": Key(bool, "time every collective (blocks on each: debugging only)"),
-    "comms_logger.prof_all": Key(bool, "log all kinds of collectives"),
-    "comms_logger.prof_ops": Key(list, "kinds to log when not all"),
-    "comms_logger.verbose": Key(bool, "print each one"),
-    "comms_logger.debug": Key(bool, "print the caller too"),
     "bf16.enabled": Key(bool, "bf16 weights"),
     "bf16.immediate_grad_update": Key(
-        bool, "BF16_Optimizer: add each gradient to the fp32 sum at once and free it", only=(1,)
+        bool, "add each gradient to the fp32 sum at once and free it", readers=(BF16,)
     ),
-    "bf16.check_grad_overflow": Key(bool, "skip a step whose gradients are not finite"),
     "data_types.grad_accum_dtype": Key(str, "type in which gradients are summed", choices=DTYPES),
-    "pipeline.pipe_partitioned": Key(
-        bool, "cut activations over tensor ranks when sent", only=(1,)
-    ),
-    "pipeline.grad_partitioned": Key(bool, "cut their gradients likewise", only=(1,)),
+    "pipeline.pipe_partitioned": Key(bool, "cut activations over tensor ranks when sent"),
+    "pipeline.grad_partitioned": Key(bool, "cut their gradients likewise"),
     "zero_optimization.stage": Key(int, "what is cut: 1 optimizer, 2 + gradients, 3 + weights"),
-    "zero_optimization.contiguous_gradients": Key(bool, "copy gradients into one buffer"),
-    "zero_optimization.reduce_scatter": Key(bool, "each rank receives only its part"),
-    "zero_optimization.reduce_bucket_size": Key(int, "gradients per reduction", low=1),
-    "zero_optimization.use_multi_rank_bucket_allreduce": Key(
-        bool, "one all-reduce per bucket instead of one reduce per owner", only=(1, 2)
+    "zero_optimization.contiguous_gradients": _zero(bool, "copy gradients into one buffer"),
+    "zero_optimization.reduce_scatter": _zero(bool, "each rank receives only its part"),
+    "zero_optimization.reduce_bucket_size": _zero(int, "gradients per reduction", low=1),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _zero12(
+        bool, "one all-reduce per bucket instead of one reduce per owner"
     ),
-    "zero_optimization.allgather_partitions": Key(bool, "all-gather, not broadcasts", only=(1, 2)),
-    "zero_optimization.allgather_bucket_size": Key(int, "weights per all-gather", low=1),
-    "zero_optimization.overlap_comm": Key(bool, "reduce while backward goes on"),
-    "zero_optimization.ignore_unused_parameters": Key(
-        bool, "no error for a weight without gradient"
+    "zero_optimization.allgather_bucket_size": Key(
+        int, "weights per all-gather", low=1, readers=(ZERO_12, BF16)
     ),
-    "zero_optimization.round_robin_gradients": Key(
-        bool, "offload: spread the copies of gradients over ranks", only=(1, 2)
+    "zero_optimization.overlap_comm": _zero(bool, "reduce while backward goes on"),
+    "zero_optimization.round_robin_gradients": _zero12(
+        bool, "deal weights out to ranks in turn, so that copies to the host are spread"
     ),
-    "zero_optimization.parameter_alignment": Key(
-        bool, "pad so that each weight starts at 16 bytes", only=(1, 2)
+    "zero_optimization.parameter_alignment": _zero12(
+        bool, "pad so that each weight starts at 16 bytes"
     ),
     "zero_optimization.sub_group_size": _zero3(int, "weights stepped at a time"),
     "zero_optimization.stage3_prefetch_bucket_size": _zero3(int, "weights gathered ahead"),
@@ -99,46 +115,27 @@ KEYS: dict[str, Key] = {
     "zero_optimization.stage3_max_reuse_distance": _zero3(
         int, "keep a weight that is used again within so many weights"
     ),
-    "zero_optimization.stage3_module_granularity_threshold": _zero3(
-        int, "modules smaller than this per descendant are gathered whole"
-    ),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _zero3(
         bool, "gather by all-reduce"
     ),
     "zero_optimization.stage3_allgather_sequential": _zero3(bool, "gather weights one by one"),
-    "zero_optimization.leaf_module.classes": _zero3(list, "module classes gathered whole"),
-    "zero_optimization.leaf_module.names": _zero3(list, "module names gathered whole"),
-    "zero_optimization.leaf_module.name_suffixes": _zero3(list, "name endings gathered whole"),
+    "zero_optimization.leaf_module.classes": _zero3(
+        list, "module classes gathered whole", choices=LEAF_CLASSES
+    ),
     "zero_optimization.zero_hpz_partition_size": _zero3(int, "ranks that hold a second cut", low=1),
     "zero_optimization.zero_quantized_weights": _zero3(bool, "gather weights in 8 bits"),
     "zero_optimization.zero_quantized_gradients": _zero3(bool, "reduce gradients in 4 bits"),
     "zero_optimization.memory_efficient_linear": _zero3(bool, "DeepSpeed's own linear function"),
-    "zero_optimization.override_module_apply": _zero3(bool, "gather inside Module.apply"),
     "zero_optimization.log_trace_cache_warnings": _zero3(bool, "say when the order changes"),
     "zero_optimization.enable_sanity_checks": _zero3(bool, "DeepSpeed's internal checks"),
     "zero_optimization.offload_optimizer.device": Key(
-        str, "where optimizer states live", choices=("none", "cpu", "nvme")
+        str, "where optimizer states live", choices=("none", "cpu"), readers=(ZERO_12, ZERO_3)
     ),
-    "zero_optimization.offload_optimizer.nvme_path": Key(str, "folder on the NVMe disk"),
-    "zero_optimization.offload_optimizer.buffer_count": Key(int, "NVMe buffers", low=1),
-    "zero_optimization.offload_optimizer.pin_memory": Key(bool, "page-locked host memory"),
-    "zero_optimization.offload_optimizer.pipeline_read": Key(bool, "NVMe: read ahead"),
-    "zero_optimization.offload_optimizer.pipeline_write": Key(bool, "NVMe: write behind"),
-    "zero_optimization.offload_optimizer.fast_init": Key(bool, "NVMe: faster start"),
-    "zero_optimization.offload_param.device": Key(
-        str, "where idle weights live", choices=("none", "cpu", "nvme"), only=(3,)
+    "zero_optimization.offload_optimizer.pin_memory": _zero(bool, "page-locked host memory"),
+    "zero_optimization.offload_param.device": _zero3(
+        str, "where idle weights live", choices=("none", "cpu")
     ),
-    "zero_optimization.offload_param.nvme_path": _zero3(str, "folder on the NVMe disk"),
-    "zero_optimization.offload_param.buffer_count": _zero3(int, "NVMe buffers"),
-    "zero_optimization.offload_param.buffer_size": _zero3(int, "weights per NVMe buffer"),
-    "zero_optimization.offload_param.max_in_cpu": _zero3(int, "weights kept in host memory"),
     "zero_optimization.offload_param.pin_memory": _zero3(bool, "page-locked host memory"),
-    "aio.block_size": Key(int, "NVMe: bytes per request", low=1),
-    "aio.queue_depth": Key(int, "NVMe: requests in flight", low=1),
-    "aio.intra_op_parallelism": Key(int, "NVMe: threads per file", low=1),
-    "aio.single_submit": Key(bool, "NVMe: submit requests one by one"),
-    "aio.overlap_events": Key(bool, "NVMe: overlap submission and completion"),
-    "aio.use_gds": Key(bool, "NVMe: GPUDirect storage"),
 }
 
 # Always in the JSON with this one value.
@@ -165,6 +162,11 @@ MONITOR = "metrics are ours; use log.tensorboard or log.wandb"
 NO_PROFILER = "it has no part in this loop; metrics.jsonl has MFU and the split of each step"
 CHECKPOINTS = "DeepSpeed's checkpoints are not used here, so it has no effect"
 REMOVED = "DeepSpeed 0.19.8 has removed it"
+IGNORED = "DeepSpeed 0.19.8 parses and ignores it"
+NVME = (
+    "NVMe offload is not offered: checkpoints read weights and optimizer states in memory; use"
+    " device=cpu"
+)
 
 # Key or block -> why it is refused and what to use.
 REFUSED: dict[str, str] = {
@@ -175,15 +177,18 @@ REFUSED: dict[str, str] = {
     "torch_autocast": "weights are kept in the training dtype; use precision",
     "bf16.bf16_master_weights_and_grads": "master weights are fp32 here; precision=bf16 has both",
     "bf16.bf16_optimizer_states": "moments are fp32 here",
+    "bf16.check_grad_overflow": (
+        "a step whose gradients are not finite is skipped in every layout; see optim.max_skips"
+    ),
     "data_types.param_dtype": "it is owned by precision",
     "data_types.buffer_dtype": "the model chooses the type of its buffers",
     "data_types.keep_in_fp32_modules": "the model chooses the type of its buffers",
     "activation_checkpointing": "nothing here uses it, so it has no effect; use recompute=full",
     "pipeline.activation_checkpoint_interval": "use recompute=full or every-K",
     "pipeline.use_reentrant": "stages recompute their blocks themselves; use recompute=full",
-    "pipeline.stages": "DeepSpeed parses and ignores it; use parallel.pipeline",
-    "pipeline.partition": "DeepSpeed parses and ignores it; use parallel.bounds",
-    "pipeline.seed_layers": "weights are seeded by name; DeepSpeed parses and ignores it",
+    "pipeline.stages": f"{IGNORED}; use parallel.pipeline",
+    "pipeline.partition": f"{IGNORED}; use parallel.bounds",
+    "pipeline.seed_layers": f"{IGNORED}; weights are seeded by name",
     "tensorboard": MONITOR,
     "wandb": MONITOR,
     "csv_monitor": MONITOR,
@@ -192,6 +197,12 @@ REFUSED: dict[str, str] = {
     "flops_profiler": NO_PROFILER,
     "autotuning": "it starts runs of its own; try layouts with make show",
     "timers": "it synchronises the device; tokens/s is ours",
+    "comms_logger": (
+        "nothing here prints what it collects, and it blocks on every collective; metrics.jsonl"
+        " has the split of each step"
+    ),
+    "dump_state": "ds_config.json in the run folder has every setting, and make show prints them",
+    "aio": NVME,
     "checkpoint": CHECKPOINTS,
     "datastates": CHECKPOINTS,
     "zero_optimization.load_from_fp32_weights": CHECKPOINTS,
@@ -199,7 +210,20 @@ REFUSED: dict[str, str] = {
     "zero_optimization.pipeline_loading_checkpoint": CHECKPOINTS,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": CHECKPOINTS,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": CHECKPOINTS,
-    "zero_optimization.legacy_stage1": "DeepSpeed parses and ignores it",
+    "zero_optimization.legacy_stage1": IGNORED,
+    "zero_optimization.allgather_partitions": IGNORED,
+    "zero_optimization.ignore_unused_parameters": (
+        "every weight of the decoder gets a gradient, so it has no effect"
+    ),
+    "zero_optimization.override_module_apply": (
+        "weights are filled one by one, not by Module.apply, so it has no effect"
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": (
+        "it may take the whole model, which then fails in its first step; use"
+        " zero_optimization.leaf_module.classes"
+    ),
+    "zero_optimization.leaf_module.names": "blocks are alike; use leaf_module.classes",
+    "zero_optimization.leaf_module.name_suffixes": "blocks are alike; use leaf_module.classes",
     "zero_optimization.compute_grad_norm": "the gradient norm is needed to clip and to log",
     "zero_optimization.zenflow": "it steps weights at other times, so the run would be another one",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon here",
@@ -209,6 +233,15 @@ REFUSED: dict[str, str] = {
     ),
     "zero_optimization.offload_optimizer.super_offload": "it needs DeepSpeed's own optimizer",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it needs DeepSpeed's own optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": NVME,
+    "zero_optimization.offload_optimizer.buffer_count": NVME,
+    "zero_optimization.offload_optimizer.pipeline_read": NVME,
+    "zero_optimization.offload_optimizer.pipeline_write": NVME,
+    "zero_optimization.offload_optimizer.fast_init": NVME,
+    "zero_optimization.offload_param.nvme_path": NVME,
+    "zero_optimization.offload_param.buffer_count": NVME,
+    "zero_optimization.offload_param.buffer_size": NVME,
+    "zero_optimization.offload_param.max_in_cpu": NVME,
     "zero_optimization.cpu_offload": "old name; use zero_optimization.offload_optimizer.device=cpu",
     "zero_optimization.cpu_offload_param": "old name; use zero_optimization.offload_param.device",
     "zero_optimization.cpu_offload_use_pin_memory": (
@@ -219,7 +252,7 @@ REFUSED: dict[str, str] = {
     "gradient_allreduce_op": "the loss is scaled for a mean over ranks",
     "dataloader_drop_last": "the loader is ours, so it has no effect",
     "data_efficiency": "the order of data is ours, so it has no effect",
-    "disable_allgather": "DeepSpeed parses and ignores it",
+    "disable_allgather": IGNORED,
     "seq_parallel_communication_data_type": "no DeepSpeed sequence parallelism here",
     "sequence_parallel_size": "use parallel.context",
     "tensor_parallel": "tensor parallelism is ours; use parallel.tensor",

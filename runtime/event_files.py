@@ -20,8 +20,9 @@ import math
 import os
 import re
 import socket
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ SERIES = {
     ),
     "device_memory_gib": ("memory/device_gib", "peak allocated on rank 0's device so far, GiB"),
     "host_memory_gib": ("memory/host_gib", "peak resident memory of rank 0's process so far, GiB"),
+    "communication_mib": (
+        "communication/mib_per_step",
+        "payload of the step's collectives as rank 0 sees them, MiB",
+    ),
     "grad_norm": ("optimizer/grad_norm", "global gradient norm before clipping"),
     "lr": ("optimizer/lr", "learning rate of the step"),
     "tokens": ("progress/tokens", "tokens consumed so far, all ranks"),
@@ -103,6 +108,7 @@ PAGE = {
         "Training loss, nats per token": "loss/train",
         "Validation loss, nats per token": "loss/validation",
         "Gradient norm before clipping": "optimizer/grad_norm",
+        "Communication of rank 0, MiB per step": "communication/mib_per_step",
     },
     "Where the seconds of a step go": {
         "Step, s": "time/step_s",
@@ -148,23 +154,30 @@ class EventFiles:
             points.append(self._scalar(tag, number, meaning))
         self._summary(step, points)
 
-    def results(self, step: int, summary: Mapping[str, Any]) -> None:
-        """Write a run's result metrics (RESULTS), the columns of the hyper-parameters tab."""
+    def results(
+        self,
+        step: int,
+        summary: Mapping[str, Any],
+        columns: Mapping[str, tuple[str, str]] = RESULTS,
+    ) -> None:
+        """Write result metrics, the columns of the hyper-parameters tab."""
         self._summary(
             step,
             [
                 self._scalar(tag, summary[field], title)
-                for field, (tag, title) in RESULTS.items()
+                for field, (tag, title) in columns.items()
                 if summary.get(field) is not None
             ],
         )
 
-    def page(self) -> None:
-        """Write the custom-scalars page."""
+    def page(self, without: Collection[str] = ()) -> None:
+        """Write the custom-scalars page, without the charts of fields that are not recorded."""
+        empty = {SERIES[field][0] for field in without}
         layout = layout_pb2.Layout()
         for category, charts in PAGE.items():
-            group = layout.category.add(title=category)
-            for title, tag in charts.items():
+            drawn = {title: tag for title, tag in charts.items() if tag not in empty}
+            group = layout.category.add(title=category) if drawn else None
+            for title, tag in drawn.items():
                 group.chart.add(title=title).multiline.tag.append(f"^{re.escape(tag)}$")
         self._text_like(
             0,
@@ -184,8 +197,22 @@ class EventFiles:
             step, tag, markdown.encode(), text_metadata.create_summary_metadata(tag, "")
         )
 
-    def hyper_parameters(self, values: Mapping[str, Any], name: str) -> None:
-        """Make `name` a row of the hyper-parameters tab: its values, and RESULTS as its metrics.
+    def image(self, step: int, tag: str, png: bytes) -> None:
+        """Write a picture; `png` is the content of a PNG file."""
+        # The header chunk of every PNG: 8 bytes of mark, length, "IHDR", then width and height.
+        width, height = struct.unpack(">II", png[16:24])
+        picture = summary_pb2.Summary.Image(
+            width=width, height=height, colorspace=4, encoded_image_string=png
+        )
+        self._summary(step, [summary_pb2.Summary.Value(tag=tag, image=picture)])
+
+    def hyper_parameters(
+        self,
+        values: Mapping[str, Any],
+        name: str,
+        columns: Mapping[str, tuple[str, str]] = RESULTS,
+    ) -> None:
+        """Make `name` a row of the hyper-parameters tab: its values, and `columns` as its metrics.
 
         The tab shows the first NUM_SHOWN of `values`; the others wait behind their check boxes.
         """
@@ -202,7 +229,7 @@ class EventFiles:
             else:  # TensorBoard would show the integer 2 as 2.0000
                 info.type = api_pb2.DATA_TYPE_STRING
                 session.hparams[key].string_value = str(value)
-        for tag, title in RESULTS.values():
+        for tag, title in columns.values():
             experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag), display_name=title)
         self._hparams("experiment", experiment)
         self._hparams("session_start_info", session)

@@ -10,7 +10,13 @@ import resource
 import sys
 from pathlib import Path
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+
+
+def peak_gib() -> float:
+    """Peak of this rank's device, or of the host memory of its process where it has none."""
+    device = peak_device_gib()
+    return peak_host_gib() if device is None else device
 
 
 def peak_host_gib() -> float:

@@ -5,7 +5,7 @@
                                     -> the line it returns        -> runtime.console
 
 One rule: a number is computed once, here; every place that prints it prints this one. Only the
-rank that has the loss (global rank 0) makes a writer; a second writer on the same run is refused.
+rank that has the loss (global rank 0) makes a writer, under the lock of the run folder.
 
 Units: seconds, tokens, GiB (2**30 bytes), tokens/s over all ranks unless the name says per rank;
 mfu is 0..1. Evaluation and saves are in no speed. `tokens` counts what the run has consumed up to
@@ -14,14 +14,12 @@ and including the step.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import UserError
 from runtime import memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -32,8 +30,7 @@ class MetricsWriter:
 
     `after_step` is the step this process goes on from (0 = from the start): lines of this segment
     past it are removed, readers of the event files forget them. `flops_per_token` is model.cost's,
-    `peak_flops` one device's (runtime.speed.peak_flops); without either `mfu` is null. Raises
-    UserError where another process writes this run.
+    `peak_flops` one device's (runtime.speed.peak_flops); without either `mfu` is null.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
-        self._lock = _lock(self.folder)
         records.repair(self.folder / records.EVENTS, say)
         self.life = 1 + len(records.read_events(self.folder, "life"))
         if wandb is not None:
@@ -82,16 +78,22 @@ class MetricsWriter:
             where = segment_folder(self.folder, self.segment)
             self._events = EventFiles(where, life=self.life, after_step=after_step)
 
-    def describe(self, hyper_parameters: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def describe(
+        self,
+        hyper_parameters: Mapping[str, Any],
+        texts: Mapping[str, str],
+        unrecorded: Collection[str] = (),
+    ) -> None:
         """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
 
         `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
         file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
-        masked.
+        masked. Fields of `unrecorded` get no chart; nor does mfu where the peak is not known.
         """
         if self._events is None:
             return
-        self._events.page()
+        has_mfu = self._flops_per_token is not None and self._peak_flops is not None
+        self._events.page(without=[*unrecorded, *([] if has_mfu else ["mfu"])])
         self._events.legend()
         session = self.folder.name + (f" segment {self.segment}" if self.segment else "")
         self._events.hyper_parameters(hyper_parameters, session)
@@ -116,16 +118,19 @@ class MetricsWriter:
         accumulation: int,
         skipped: bool = False,
         val_loss: float | None = None,
+        communication_bytes: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Record one finished step, in plain numbers read one step late, and return its line.
 
         `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
-        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping. A
-        tensor is a TypeError: reading it here would make the device wait.
+        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
+        `communication_bytes` what was counted (runtime.communication), by kind. A tensor is a
+        TypeError: reading it here would make the device wait.
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
-        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        # A step that trained on nothing took no time worth a speed.
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s) if targets else None
         line = {
             "step": step,
             "segment": self.segment,
@@ -156,6 +161,9 @@ class MetricsWriter:
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
+        if communication_bytes is not None:
+            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
         line = records.parse_line(written)
@@ -195,31 +203,12 @@ class MetricsWriter:
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def _close_files(self) -> None:
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
         self._file = self._events = None
-
-
-def _lock(folder: Path):
-    """Hold events.jsonl (the one file that is never replaced) for the life of the writer."""
-    file = open(folder / records.EVENTS, "ab")  # noqa: SIM115 - the lock lives as long as it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"run={folder.name}: another process is writing {folder}; one run has one writer: "
-            "wait for it to end, stop it, or choose another name with run=..."
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks: the run goes on without this guard
-    return file
 
 
 def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
@@ -237,7 +226,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     evaluated = [line for line in lines if line.get("val_loss") is not None]
     best = min(evaluated, key=lambda line: line["val_loss"], default={})
     on_device = any(line["device_memory_gib"] is not None for line in lines)
-    p25, median, p75 = _quartiles([line["tokens_per_s"] for line in steady])
+    p25, median, p75 = quartiles([line["tokens_per_s"] for line in steady])
     last = lines[-1] if lines else {}
     return {
         "first_step": lines[0]["step"] if lines else None,
@@ -252,15 +241,15 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "tokens_per_s": median,
         "tokens_per_s_p25": p25,
         "tokens_per_s_p75": p75,
-        "mfu": _quartiles([line["mfu"] for line in steady])[1],
-        "step_s": _quartiles([line["step_s"] for line in steady])[1],
+        "mfu": quartiles([line["mfu"] for line in steady])[1],
+        "step_s": quartiles([line["step_s"] for line in steady])[1],
         "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
         "memory_of": "device" if on_device else "host",
         "num_steady_steps": len(steady),
     }
 
 
-def _quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
+def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
     """25th percentile, median, 75th percentile of the values that are known."""
     known = [value for value in values if value is not None]
     if len(known) < 2:

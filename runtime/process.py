@@ -7,26 +7,28 @@ launcher's variables. Units: seconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import glob
+import hashlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from recipes.schema import Cluster, UserError
+from runtime import meeting
 
-# torchrun's default port, used under SLURM with the job number added so that two jobs on one host
-# do not meet.
-BASE_PORT = 29500
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CLAIMS: list[socket.socket] = []  # names held until this process ends
 PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
 
 
@@ -56,6 +58,17 @@ def launched_rank() -> int:
     return _number("RANK", "SLURM_PROCID", default=0)
 
 
+def check_launcher() -> None:
+    """Raise UserError where the launcher's variables name no rank of a world."""
+    world, rank = launched_world(), launched_rank()
+    _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    if rank >= world:
+        raise UserError(
+            f"RANK={rank} is not below WORLD_SIZE={world} in the environment; unset both to train"
+            " on one rank, or start with torchrun, srun or make pretrain"
+        )
+
+
 def start(cluster: Cluster) -> Process:
     """Join the process group and choose device and threads.
 
@@ -72,10 +85,16 @@ def start(cluster: Cluster) -> Process:
         torch.set_num_threads(
             cluster.threads or max(1, len(os.sched_getaffinity(0)) // local_world)
         )
-    _export(rank, world, local_rank, local_world, device)
+    ports = meeting.ports(os.environ)
+    _export(rank, world, local_rank, local_world, ports[0], device)
     options = {}
     if world == 1:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif not meeting.has_agent_store():
+        name = meeting.job_name(os.environ, world)
+        address = os.environ["MASTER_ADDR"]
+        store = meeting.meet(address, ports, name, rank, world, cluster.timeout_s)
+        options = {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=cluster.timeout_s),
@@ -161,24 +180,60 @@ def first_does(action: Callable[[], Any]) -> Any:
 def report(error: UserError) -> None:
     """Print what the user can put right, and no more often than it helps.
 
-    Before the ranks have joined, all ranks of a host find the same problem, and the first of them
-    prints it. Later a problem is either shared, and rank 0 prints it, or one rank's own.
+    Before the ranks have joined, most problems are found by all ranks of a host, and one of them
+    prints each. Later a problem is either shared, and rank 0 prints it, or one rank's own.
     """
-    rank, local_rank = launched_rank(), _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    try:
+        rank = launched_rank()
+        local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+        is_alone = launched_world() == 1
+    except UserError:  # which is what is reported
+        rank, local_rank, is_alone = 0, 0, True
     if isinstance(error, Shared):
         is_printed = rank == 0
     else:
-        is_printed = dist.is_initialized() or local_rank == 0
+        is_printed = dist.is_initialized() or is_alone or _is_first_to_say(error, local_rank)
     if is_printed:
         where = f"rank {rank}: " if rank else ""
         for problem in error.problems:
             print(f"refused: {where}{problem}", file=sys.stderr, flush=True)
 
 
+def _is_first_to_say(error: UserError, local_rank: int) -> bool:
+    """Whether no other rank of this host is ending with the same words.
+
+    The first takes a name that the kernel frees when it ends; the launcher ends the others with it.
+    """
+    if not sys.platform.startswith("linux"):
+        return local_rank == 0
+    words = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0pretrain-{PARENT}-{words}")
+    except OSError:
+        return False
+    CLAIMS.append(claim)
+    return True
+
+
 def finish() -> None:
     """Leave the process group; without it torchrun sometimes reports a failed exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, when everything is written, without the interpreter's shutdown.
+
+    Threads of gloo outlive the process group as long as anything refers to it, as DeepSpeed's
+    globals do. One that lets go of a tensor while the interpreter shuts down needs its lock, is
+    ended by it in the middle of C++, and the finished run aborts ("terminate called without an
+    active exception").
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
+            stream.flush()
+    os._exit(status)
 
 
 def _under_srun() -> bool:
@@ -203,7 +258,9 @@ def _slurm_tasks_per_node() -> int:
     return int(found.group()) if found else 1_000_000
 
 
-def _export(rank: int, world: int, local_rank: int, local_world: int, device: torch.device) -> None:
+def _export(
+    rank: int, world: int, local_rank: int, local_world: int, port: int, device: torch.device
+) -> None:
     """Set what torch.distributed and DeepSpeed read, where the launcher has not."""
     values = {
         "RANK": rank,
@@ -211,7 +268,7 @@ def _export(rank: int, world: int, local_rank: int, local_world: int, device: to
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world,
         "MASTER_ADDR": _slurm_first_host() if _under_srun() else "127.0.0.1",
-        "MASTER_PORT": BASE_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000,
+        "MASTER_PORT": port,
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))

@@ -45,6 +45,7 @@ class Finished:
     result: StepResult
     span: Span
     val_loss: torch.Tensor | None
+    communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
 
 class Record:
@@ -79,6 +80,10 @@ class Record:
         self.writer.describe(
             hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
+            unrecorded=[
+                *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
+                *(() if recipe.log.communication else ("communication_mib",)),
+            ],
         )
 
     def say(self, lines: Iterable[str]) -> None:
@@ -96,11 +101,12 @@ class Record:
             lr=finished.lr,
             tokens=self.tokens_after(data.step),
             tokens_per_step=data.num_tokens,
-            targets=data.num_targets,
+            targets=result.targets,
             times=finished.span.times(),
             accumulation=len(data.micro_batches),
             skipped=result.skipped,
             val_loss=None if finished.val_loss is None else float(finished.val_loss),
+            communication_bytes=finished.communication_bytes,
         )
         self.console.step(line)
 
@@ -121,15 +127,29 @@ class Record:
         for key, (stored, now) in changed.items():
             self.console.say(f"changed since the checkpoint: {key} {stored} -> {now}")
 
+    def quarantined(self, data: Any) -> None:
+        """Put the samples of a step that touched a damaged block on record."""
+        self.writer.event(
+            "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
+        )
+        self.console.say(
+            f"warning: step {data.step}: {len(data.quarantined)} samples touch a damaged block of"
+            " their corpus and give no loss (data.on_damage=quarantine)"
+        )
+
     def skipped(self, data: Any, in_a_row: int) -> None:
-        """Put a step whose gradients were not finite on record, with the samples that made it."""
+        """Put a step that did not move the weights on record, with the samples that made it."""
+        if not data.is_update:
+            in_a_row, reason = 0, "no target is left" if not data.num_targets else "data.skip"
+        else:
+            reason = "gradients not finite"
         self.writer.event(
             "skipped",
             step=data.step,
             data_step=data.data_step,
             samples=list(data.sample_range),
             in_a_row=in_a_row,
-            reason="gradients not finite",
+            reason=reason,
         )
 
     def saved(self, report: SaveReport) -> None:
@@ -152,9 +172,9 @@ class Record:
             self.writer.close()
         self.console.close()
 
-    def close(self, cause: str) -> None:
-        """Finish every file and print the run's numbers."""
-        self.writer.event(cause)
+    def close(self, cause: str, **facts: Any) -> None:
+        """Finish every file and print the run's numbers; `facts` go on record with the cause."""
+        self.writer.event(cause, **facts)
         self.is_closed = True
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()

@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recipes.schema import UserError
+
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 
@@ -89,7 +91,7 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All records of a line file; a half-written last line is ignored, another is a ValueError."""
+    """All records of a line file; a half-written last line is ignored, another is a UserError."""
     if not path.exists():
         return []
     *whole, _torn = path.read_bytes().split(b"\n")
@@ -98,7 +100,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(parse_line(line))
         except ValueError as problem:
-            raise ValueError(
+            raise UserError(
                 f"{path} line {number} is not strict JSON ({problem}); delete that line"
             ) from None
     return records

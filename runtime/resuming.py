@@ -9,15 +9,17 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.manifest import committed, read_manifest
+from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
 from checkpoint.resume import Change, check_resume
+from checkpoint.state import RunState
 from recipes.schema import Recipe, UserError
+from runtime.records import read_events
 
 # What makes a folder under runs/ a run of ours.
 MARK = "recipe.yaml"
@@ -36,9 +38,11 @@ def standing(
     folder: Path,
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
+    last_step: int,
 ) -> Standing:
-    """What `folder` says about starting `recipe`; `tokens_after` is its batch schedule's.
+    """What `folder` says about starting `recipe`, which ends after `last_step`; `data_state` and
+    `past` are its stream's.
 
     Raises UserError: a folder of something else, a change that is not allowed.
     """
@@ -49,48 +53,111 @@ def standing(
             f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
             " name, or remove it"
         )
-    state = newest_state(folder)
+    state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state["step"], compare(state, recipe, data_state, tokens_after))
+    return Standing(False, state.step, compare(state, recipe, data_state, past))
 
 
-def newest_state(folder: Path) -> dict[str, Any] | None:
-    """State of the newest checkpoint whose manifest can be read; None where there is none."""
-    for _, path in reversed(committed(folder / "checkpoints")):
+def newest_state(folder: Path, last_step: int) -> RunState | None:
+    """State of the newest checkpoint whose manifest holds; None where none was ever saved.
+
+    One that would end the run must have its files, too: nobody will load it and notice. Others are
+    not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
+    and none can be gone on from.
+    """
+    checkpoints, damaged = folder / "checkpoints", []
+    for _, path in reversed(committed(checkpoints)):
         try:
-            return read_manifest(path).state
-        except Damaged:
-            continue  # said aloud when it is loaded
+            manifest = read_manifest(path)
+            problems = size_problems(path, manifest) if manifest.step >= last_step else []
+        except Damaged as damage:
+            problems = damage.problems
+        if not problems:
+            return read_state(manifest.state, path)
+        damaged.append((path, problems))  # said aloud when the older one is loaded
+    if damaged:
+        raise none_is_whole(damaged)
+    saved = read_events(folder, "saved")
+    if saved:
+        raise UserError(
+            f"run={folder.name}: a checkpoint of step {saved[-1].get('step')} was saved, but"
+            f" {checkpoints} holds none: put them back (is a disk not mounted?), or start from step"
+            " 0 with resume=fresh"
+        )
     return None
 
 
+def read_state(values: dict[str, Any], path: Path) -> RunState:
+    """The state in a manifest of `path`. Raises UserError: it is whole, so it is of another
+    version."""
+    try:
+        state = RunState.from_dict(values)
+        if "past" not in state.data:
+            raise Damaged("state: data has no `past`")
+        return state
+    except Damaged as damage:
+        raise UserError(
+            f"{path}: {damage}; another version of the project wrote it: go on with that one"
+        ) from None
+
+
 def compare(
-    state: dict[str, Any],
+    state: RunState,
     recipe: Recipe,
     data_state: dict[str, Any],
-    tokens_after: Callable[[int], int],
+    past: Callable[[int], dict[str, Any]],
 ) -> list[Change]:
     """Differences between a checkpoint's recipe and data and those of now.
 
     Raises UserError with every one that is not allowed.
     """
-    stored = state["recipe"] | {"identity": identity(state["data"])}
-    now = dataclasses.asdict(recipe) | {"identity": identity(data_state)}
+    stored = with_data(state.recipe, state.data)
+    now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
     verdict = check_resume(stored, now, recipe.allow)
-    problems = list(verdict.problems)
-    step, trained = state["step"], state["tokens"]
-    if tokens_after(step) != trained:
-        problems.append(
-            f"batch_tokens={recipe.batch_tokens} would put step {step} at {tokens_after(step)}"
-            f" tokens, but {trained} were trained on: samples would be left out or repeated. Keep"
-            f" the past in a ramp, such as batch_tokens=[[0,OLD],[{step},NEW]]"
-        )
+    problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]
     if problems:
         raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes
 
 
-def identity(data_state: dict[str, Any]) -> dict[str, Any]:
-    """What of the data is fixed for a run: which corpora, and the version of their order."""
-    return {key: data_state[key] for key in ("order_version", "corpora")}
+def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[str]:
+    """What the recipe of now would change of the steps that were trained, which are past."""
+    step, was = state.step, state.data["past"]
+    data_step = was["data_step"]
+    problems = []
+    if past["tokens"] != was["tokens"]:
+        problems.append(
+            f"batch_tokens={recipe.batch_tokens} would put step {step} at {past['tokens']}"
+            f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
+            f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["mixture"] != was["mixture"]:
+        problems.append(
+            f"data.sources: these weights would have mixed steps 1 to {step} in another way. Keep"
+            f" the past as a stage, such as data.sources.NAME.weight=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["skips"] != was["skips"]:
+        problems.append(
+            f"data.skip would change what steps 1 to {step} trained on, which is done: keep the"
+            f" ranges that were in force, and let new ones begin at data step {data_step} or later"
+        )
+    return problems
+
+
+def with_data(
+    recipe: dict[str, Any], data_state: dict[str, Any], known: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """A nested recipe with what it does not say of its data: which corpora, the version of their
+    order, the window that is permuted (by default the length of sequences).
+
+    `known`: names that a checkpoint has; a source beside them is new, which is a matter of weights.
+    """
+    data = recipe["data"] | {"window_tokens": data_state["window_tokens"]}
+    corpora = {
+        uid: corpus
+        for uid, corpus in data_state["corpora"].items()
+        if known is None or uid in known
+    }
+    identity = {"order_version": data_state["order_version"], "corpora": corpora}
+    return recipe | {"data": data, "identity": identity}

@@ -118,11 +118,22 @@ def environment(root: Path, device: Any) -> dict[str, Any]:
         "packages": versions(),
         "machine": platform.machine(),
         "system": platform.platform(),
+        "processor": processor(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": device_name(device),
     }
+
+
+def processor() -> str | None:
+    """The CPU as Linux names it; None elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else None
 
 
 def versions() -> dict[str, str | None]:

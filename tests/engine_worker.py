@@ -2,8 +2,9 @@
 
     torchrun engine_worker.py OUT.json CORPUS
 
-Per case: the optimizer class, each collective of one update with its bytes and whether it started
-before the last backward ended, and what a poisoned step does to the weights.
+Per case: the optimizer class, the keys of the JSON that were read while the engine was built and
+while it trained, each collective of one update with its bytes and whether it started before the
+last backward ended, and what a poisoned step does to the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 from parity_worker import full_weights, start_once, tiny_recipe
 
 from data.schedule import read_schedule
@@ -23,55 +30,61 @@ from data.stream import Stream, open_stream
 from recipes.schema import Recipe
 from runtime import process
 from runtime.batches import to_device
+from runtime.communication import Counter
 from runtime.engine import Engine, StepResult, build
+from runtime.engine_config import load_preset
 from runtime.settle import Settled, settle
 
-COUNTED = (
-    "all_reduce",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-)
+FILES = ("zero1", "zero2", "zero3", "zero3_offload", "pipeline")
 BATCH = 8
 SMALL_BUCKET = 4096  # elements: a fifth of the model, so that a step fills several
 
 
-class Counter:
-    """Wraps torch.distributed's collectives: (name, bytes of the larger side, in backward)."""
+class Reads:
+    """Names of the fields of DeepSpeed's typed blocks that anybody looks at."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int, bool]] = []
-        self.in_backward = False
-        for name in COUNTED:
-            setattr(dist, name, self._wrap(name, getattr(dist, name)))
+        self.seen: set[str] = set()
+        zero = "zero_optimization"
+        for cls, block in (
+            (DeepSpeedZeroConfig, zero),
+            (DeepSpeedZeroLeafModuleConfig, f"{zero}.leaf_module"),
+            (DeepSpeedZeroOffloadOptimizerConfig, f"{zero}.offload_optimizer"),
+            (DeepSpeedZeroOffloadParamConfig, f"{zero}.offload_param"),
+            (DeepSpeedBF16Config, "bf16"),
+        ):
+            names = {
+                name: f"{block}.{field.alias or name}" for name, field in cls.model_fields.items()
+            }
+            cls.__getattribute__ = self._noting(cls.__getattribute__, names)
 
-    def _wrap(self, name: str, function):
-        def counted(*arguments, **keywords):
-            tensors = [*arguments, *keywords.values()]
-            sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
-            for group in tensors:
-                if isinstance(group, list) and group and isinstance(group[0], torch.Tensor):
-                    sizes.append(sum(t.numel() * t.element_size() for t in group))
-            self.seen.append((name, max(sizes), self.in_backward))
-            return function(*arguments, **keywords)
+    def _noting(self, plain, names: dict[str, str]):
+        def noting(config, name):
+            if name in names:
+                self.seen.add(names[name])
+            return plain(config, name)
 
-        return counted
+        return noting
 
-    def watch(self) -> None:
-        """Set `in_backward` while autograd runs a backward pass."""
-        run = torch.autograd.backward
 
-        def backward(*arguments, **keywords):
-            self.in_backward = True
-            try:
-                return run(*arguments, **keywords)
-            finally:
-                self.in_backward = False
+def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knobs) -> Recipe:
+    """The tiny recipe with a file of ds_configs/ on a batch of BATCH sequences.
 
-        torch.autograd.backward = backward
+    The plain engine has no pipeline, so pipeline.json is taken without its pipeline block.
+    """
+    zero = name
+    if name == "pipeline":
+        content = load_preset(name).json
+        zero = f"{corpus}-{process.launched_rank()}.json"
+        Path(zero).write_text(json.dumps({k: v for k, v in content.items() if k != "pipeline"}))
+    recipe = tiny_recipe(
+        corpus,
+        stage=zero,
+        micro_batch=BATCH // (process.launched_world() * accumulation),
+        precision=precision,
+        **knobs,
+    )
+    return dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
 
 
 def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, targets=None):
@@ -84,16 +97,17 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, target
     return engine.train_step(batches, count, data.num_tokens)
 
 
-def run_case(recipe: Recipe, counter: Counter) -> dict[str, Any]:
+def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
+    reads.seen.clear()
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), 64)
     engine = build(recipe, settled.layout, settled.config, me)
     one_step(engine, stream, settled, 1)
-    counter.seen.clear()
+    counter.take()
     one_step(engine, stream, settled, 2)
-    collectives = list(counter.seen)
+    collectives = [(c.function, c.bytes, c.in_backward) for c in counter.take()]
     before = full_weights(engine)
     poisoned = one_step(engine, stream, settled, 3, targets=0)
     after = full_weights(engine)
@@ -102,6 +116,7 @@ def run_case(recipe: Recipe, counter: Counter) -> dict[str, Any]:
     return {
         "expected_class": settled.engine.optimizer_class,
         "class": type(engine.ds.optimizer).__name__,
+        "read": sorted(reads.seen),
         "parameters": settled.num_parameters,
         "collectives": collectives,
         "poisoned": facts(poisoned),
@@ -121,27 +136,24 @@ def facts(result: StepResult) -> dict[str, Any]:
 
 def main(out: Path, corpus: Path) -> None:
     counter = Counter()
-    counter.watch()
+    reads = Reads()
     cases = {}
     for precision in ("fp32", "bf16"):
-        for stage in (1, 2, 3):
+        for name in FILES:
             for accumulation in (1, 2):
-                micro_batch = BATCH // (process.launched_world() * accumulation)
-                recipe = tiny_recipe(
-                    corpus, stage=stage, micro_batch=micro_batch, precision=precision
-                )
-                recipe = dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
-                name = f"{precision} zero{stage} acc{accumulation}"
-                cases[name] = run_case(recipe, counter)
-        for stage in (1, 2, 3):
-            recipe = tiny_recipe(corpus, stage=stage, micro_batch=4, precision=precision)
+                recipe = recipe_of(corpus, name, accumulation, precision)
+                cases[f"{precision} {name} acc{accumulation}"] = run_case(recipe, counter, reads)
+        for name in FILES[:3]:
             for overlap in (False, True):
                 zero = {"reduce_bucket_size": SMALL_BUCKET, "overlap_comm": overlap}
-                recipe = dataclasses.replace(
-                    recipe, batch_tokens=BATCH * recipe.seq_len, ds={"zero_optimization": zero}
-                )
-                name = f"{precision} zero{stage} buckets {'overlap' if overlap else 'plain'}"
-                cases[name] = run_case(recipe, counter)
+                recipe = recipe_of(corpus, name, 1, precision, ds={"zero_optimization": zero})
+                case = f"{precision} {name} buckets {'overlap' if overlap else 'plain'}"
+                cases[case] = run_case(recipe, counter, reads)
+    # Without a JSON of their own, for the keys that they read.
+    for name, block in (("zero2", "offload_optimizer"), ("zero3", "offload_param")):
+        zero = {block: {"device": "cpu", "pin_memory": False}}
+        recipe = recipe_of(corpus, name, 1, "bf16", ds={"zero_optimization": zero})
+        cases[f"bf16 {name} {block}"] = run_case(recipe, counter, reads)
     if process.launched_rank() == 0:
         out.write_text(json.dumps(cases))
     process.finish()

@@ -21,6 +21,7 @@ import torch
 from data.ledger import batch_hash, in_batch_order
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
+from parallel.layout import Coordinates
 from recipes.schema import Data, Model, Optim, Recipe, Source
 from runtime import process
 from runtime.batches import gather_hashes, to_device
@@ -86,7 +87,8 @@ def train(engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, step
         batches = [to_device(batch, me.device) for batch in data.micro_batches]
         result = engine.train_step(batches, data.num_targets, data.num_tokens)
         own = np.concatenate([batch.sample_hashes for batch in data.micro_batches])
-        everyone = gather_hashes(own, me.device, layout)
+        first = [layout.rank(Coordinates(0, data, 0, 0)) for data in range(layout.data)]
+        everyone = gather_hashes(own, me.device)[first]
         shape = (len(everyone), len(data.micro_batches), -1)
         seen["loss"].append(float(result.loss))
         seen["norm"].append(float(result.grad_norm))

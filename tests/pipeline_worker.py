@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from parity_worker import SEQ_LEN, start_once, tiny_recipe
@@ -25,7 +24,7 @@ from data.stream import Stream, open_stream
 from parallel.traffic import pipeline_bytes
 from recipes.schema import Parallel, Recipe, UserError
 from runtime import process
-from runtime.batches import gather_hashes, to_device
+from runtime.batches import to_device
 from runtime.engine import Engine, build
 from runtime.learning_rate import learning_rate
 from runtime.settle import Settled, settle
@@ -180,11 +179,8 @@ def refusals(corpus: Path) -> dict[str, Any]:
     if run.engine.mesh.pipeline.index < 3:  # the last stage has matrices only
         groups += [{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups)
-    hashes = np.array([7, 8], np.uint64) + np.uint64(run.me.rank == 2)
-    layout = run.settled.layout
     return {
         "groups": everyone(_message(lambda: refuse_unequal_groups(optimizer, run.engine.mesh))),
-        "hashes": everyone(_message(lambda: gather_hashes(hashes, run.me.device, layout))),
     }
 
 

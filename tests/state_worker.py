@@ -51,8 +51,10 @@ def settled(model: nn.Module) -> int:
 
 def configured(zero, precision: str, accumulation: int, extra: list[str]) -> EngineConfig:
     small = ["reduce_bucket_size", "allgather_bucket_size"]
+    if zero == 1 and precision == "bf16" and accumulation > 1:  # BF16_Optimizer has one bucket
+        small = ["allgather_bucket_size"]
     if "3" in str(zero):
-        small += ["stage3_prefetch_bucket_size"]
+        small = ["reduce_bucket_size", "stage3_prefetch_bucket_size"]
         extra = [*extra, "ds.zero_optimization.stage3_param_persistence_threshold=0"]
     sizes = [f"ds.zero_optimization.{name}={BUCKET}" for name in small]
     recipe = compose("tiny", [f"zero={zero}", f"precision={precision}", *sizes, *extra]).recipe

@@ -11,18 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_commit import load_on_all, save_on_all, steps
-from test_storage import BLOCK_BYTES, Payload, cut_flat, full_tensors
+from test_commit import tensors as tensors_at
+from test_storage import BLOCK_BYTES, Payload, blank, cut_flat, full_tensors
 from threads import run_threads
 
 from checkpoint import list as lister
 from checkpoint import manifest as manifests
 from checkpoint import verify as verifier
 from checkpoint.blocks import Damaged
-from checkpoint.choose import Keep, at_step, newest, removable, verify
+from checkpoint.choose import Keep, at_step, newest, removable, set_aside, verify
 from checkpoint.comm import Alone
 from checkpoint.commit import save
+from checkpoint.index import Fragment
 from checkpoint.manifest import Manifest, committed, decode, encode, read_manifest, sweep
 from checkpoint.restore import load
+from checkpoint.storage import parse_index
 from recipes.schema import UserError
 
 WORLD = 2
@@ -202,7 +205,6 @@ def test_names_in_a_manifest_cannot_leave_the_folder(run, name):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body.update(format=2),
         lambda body: body.update(step=90),
         lambda body: body.update(step="1000"),
         lambda body: body.update(world=1 << 60),
@@ -313,3 +315,50 @@ def test_verify_names_damaged_files_and_fails(run, capsys):
     assert str(path) in capsys.readouterr().out
     assert verifier.main([str(run), "--step", "1000"]) == 0
     assert verifier.main([str(run), "--step", "5"]) == 2
+
+
+def test_a_deeply_nested_manifest_or_index_is_damaged(run):
+    path = folder(run, 1000) / "MANIFEST.json"
+    body = path.read_bytes()[len(manifests.HEAD) + 32 :]
+    deep = b"[" * 100_000 + b"]" * 100_000
+    zeros = manifests.BLANK.encode()
+    text = manifests.HEAD.encode() + zeros + body.rstrip()[:-1] + b',"x":' + deep + b"}"
+    path.write_bytes(text.replace(zeros, manifests.digest(text).hex().encode(), 1))
+    with pytest.raises(Damaged, match="recursion"):
+        read_manifest(folder(run, 1000))
+    with pytest.raises(Damaged, match="recursion"):
+        parse_index(deep, path)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"7", b'{"format": 1}'])
+def test_what_is_no_index_is_damaged(text, tmp_path):
+    with pytest.raises(Damaged, match="not the index"):
+        parse_index(text, tmp_path)
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(run):
+    rewritten(run, lambda body: body.update(format=2))
+    assert "format 2" in verify(folder(run, 1000), "full")[0]
+    for result in load_on_all(run, WORLD)[0]:
+        assert isinstance(result, UserError)
+        assert "go on with the version that wrote it" in str(result)
+
+
+def test_an_unexpected_failure_of_one_rank_is_heard_by_all_and_no_older_one_is_tried(run):
+    """A bug or a full memory says nothing about the checkpoint."""
+    ranks = [blank(fragments) for fragments in cut_flat(tensors_at(0), WORLD)]
+    ranks[1][0] = Fragment("w", "weight", ranks[1][0].box, 0, None)
+    for result in run_threads(WORLD, lambda comm: load(run, ranks[comm.rank], comm)):
+        assert isinstance(result, UserError)
+        assert "step-00001000: rank 1: AttributeError" in str(result)
+
+
+def test_damaged_checkpoints_are_kept_under_another_name(run):
+    where = folder(run, 1000)
+    (where.parent / "step-00001000.damaged-1").mkdir()
+    lines = set_aside([where])
+    assert "step-00001000.damaged-2" in lines[0]
+    assert (where.parent / "step-00001000.damaged-2" / "MANIFEST.json").is_file()
+    assert 1000 not in [step for step, _ in committed(where.parent)]
+    with pytest.raises(UserError, match="could not be set aside"):
+        set_aside([where])

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -233,6 +234,21 @@ def test_old_checkpoints_go_only_after_the_new_one_is_read_back(tmp_path):
     assert same
     assert loaded[0].step == 6
     assert "step-00000007" in str(loaded[0].damaged)
+
+
+def test_what_cannot_be_removed_fails_neither_this_save_nor_the_next(tmp_path, monkeypatch):
+    assert all(report.ok for report in save_on_all(tmp_path, 1))
+
+    def stuck(path, *args, **kwargs):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    reports = save_on_all(tmp_path, 2, keep=Keep(newest=1))
+    assert all(report.ok for report in reports), reports[0].problem
+    assert "not removed" in reports[0].notes[0]
+    assert "step-00000001.gone-0: Device or resource busy" in reports[2].notes[0]
+    assert all(report.ok for report in save_on_all(tmp_path, 3))
+    assert steps(tmp_path) == [2, 3]
 
 
 def test_an_old_checkpoint_loses_its_name_before_its_first_file(tmp_path):

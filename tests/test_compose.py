@@ -248,6 +248,21 @@ def test_windows_and_sources_are_checked():
     assert "is not a name" in only("data.sources={a b: {corpus: x}}")
 
 
+@pytest.mark.parametrize("folder", ["0", "''", ".", "corpora", "recipes/x", "corpora/../x"])
+def test_a_corpus_is_built_under_corpora_or_outside_of_the_repository(folder, tmp_path):
+    source = "data.sources={a: {corpus: %s, build: sotu}}"
+    with pytest.raises(UserError, match=r"data.sources.a.corpus="):
+        compose("tiny", [source % folder])
+    for legal in ("corpora/a", f"'{tmp_path}/a'"):
+        compose("tiny", [source % legal])
+
+
+@pytest.mark.parametrize("knob", ["data.tokenizer", "init_from", "log.wandb"])
+def test_an_empty_text_is_not_taken_for_none(knob):
+    with pytest.raises(UserError, match=f"{knob}='' .*is empty; null means none"):
+        compose("tiny", [f"{knob}=''"])
+
+
 def test_switching_an_ingredient_leaves_nothing_of_the_former_one():
     assert set(compose("tiny", ["data=synthetic"]).recipe.data.sources) == {"synthetic"}
     qwen = compose("tiny", ["model=qwen3-0.6b"])

@@ -32,6 +32,7 @@ def line(step, **changes):
         tokens_per_s_per_rank=12345.0,
         mfu=None,
         step_s=0.5,
+        targets=100,
         skipped=False,
         skipped_steps=0,
     )
@@ -141,6 +142,9 @@ def test_a_pipe_gets_plain_lines_first_last_every_nth_evaluations_and_skips(cons
         changes = {"val_loss": 4.5} if step == 6 else {}
         if step == 7:
             changes = dict(skipped=True, skipped_steps=1, grad_norm=None)
+        if step == 8:
+            nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_s"))
+            changes = dict(skipped=True, skipped_steps=2, targets=0, **nothing)
         shown.step(line(step, **changes))
     shown.say("done")
     shown.close()
@@ -152,6 +156,7 @@ def test_a_pipe_gets_plain_lines_first_last_every_nth_evaluations_and_skips(cons
     assert "val 4.5000" in steps[2]
     assert "grad norm not finite" in steps[3]
     assert steps[3].endswith("SKIPPED: gradients not finite")
+    assert steps[4] == "step  8/10  SKIPPED: nothing to train on (data.skip)"
     assert done == "done"
 
 

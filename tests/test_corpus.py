@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_corpora import flip_byte, random_documents, rewrite_manifest, write_corpus
 
-from data.corpus import MANIFEST, ORDER_RULE, open_corpus, read_manifest
+from data.corpus import MANIFEST, ORDER_RULE, corpus_id, open_corpus, read_manifest
 from recipes.schema import UserError
 
 
@@ -158,6 +158,39 @@ def test_a_stale_or_edited_manifest_is_refused(corpus):
         open_corpus(corpus)
     path.unlink()
     with pytest.raises(UserError, match=r"manifest.json: not found"):
+        open_corpus(corpus)
+
+
+@pytest.mark.parametrize(
+    ("drop", "words"),
+    [
+        (["vocab_size"], "the field vocab_size is missing"),
+        (["splits"], "the field splits is missing"),
+        (["splits", "train"], "the field splits.train is missing"),
+        (["splits", "train", 0, "bin_xxh3"], r"the field splits.train\[0\].bin_xxh3 is missing"),
+    ],
+)
+def test_a_manifest_without_a_field_is_refused_by_name(corpus, drop, words):
+    manifest = json.loads((corpus / MANIFEST).read_text())
+    inner = manifest
+    for key in drop[:-1]:
+        inner = inner[key]
+    del inner[drop[-1]]
+    manifest["corpus_id"] = corpus_id(manifest)
+    (corpus / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=f"manifest.json: {words}; build the corpus again"):
+        open_corpus(corpus)
+
+
+def test_a_manifest_with_a_value_of_another_type_or_no_number_is_refused(corpus):
+    manifest = json.loads((corpus / MANIFEST).read_text())
+    wrong = manifest | {"vocab_size": "many"}
+    wrong["corpus_id"] = corpus_id(wrong)
+    (corpus / MANIFEST).write_text(json.dumps(wrong))
+    with pytest.raises(UserError, match="the field vocab_size is 'many'"):
+        open_corpus(corpus)
+    (corpus / MANIFEST).write_text(json.dumps(manifest | {"vocab_size": float("nan")}))
+    with pytest.raises(UserError, match=r"manifest.json: is not a manifest: .*NaN is not JSON"):
         open_corpus(corpus)
 
 

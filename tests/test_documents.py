@@ -44,6 +44,12 @@ def test_bad_bytes_stop_with_place_or_are_replaced_and_counted():
     with pytest.raises(UserError, match=r"file.txt: byte 0xff at offset 4 is not UTF-8"):
         clean(b"good\xffbad")
     assert clean(b"good\xffbad", bad_bytes="replace") == ("good\ufffdbad", {"bad_bytes": 1})
+    with pytest.raises(UserError, match="bad_bytes='ignore' is not one of stop, replace"):
+        clean(b"good", bad_bytes="ignore")
+
+
+def test_a_name_that_is_no_text_can_be_printed_and_written():
+    assert Document("caf\udce9.txt", b"").name == "caf\ufffd.txt"
 
 
 def test_long_text_is_cut_after_newlines_and_loses_nothing():

@@ -1,4 +1,6 @@
-"""What each DeepSpeed JSON builds and sends, and that a poisoned step is the same in every one.
+"""What each DeepSpeed JSON builds, reads and sends, and that a poisoned step is the same in all.
+
+`pipeline` stands here for its JSON in the plain engine, without the pipeline block.
 
 One launch on two ranks (engine_worker.py); the table of numbers is printed with `pytest -s`.
 """
@@ -11,9 +13,19 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+from runtime.engine_keys import BF16, KEYS, ZERO_3, ZERO_12
+
 WORKER = Path(__file__).with_name("engine_worker.py")
 WIDTH = {"fp32": 4, "bf16": 2}
 RANKS = 2
+STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "pipeline": 1}
+# Every engine looks at these, and only the readers in our list do something with them.
+LOOKED_AT = {
+    "zero_optimization.stage",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.leaf_module.classes",
+    "zero_optimization.zero_quantized_gradients",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +57,43 @@ def sent(case: dict, name: str) -> int:
 def test_the_optimizer_class_is_the_one_foretold(cases):
     for name, case in cases.items():
         assert case["class"] == case["expected_class"], name
-    assert cases["bf16 zero1 acc2"]["class"] == "BF16_Optimizer"
-    assert cases["bf16 zero1 acc1"]["class"] == "DeepSpeedZeroOptimizer"
+    for name in ("zero1", "pipeline"):
+        assert cases[f"bf16 {name} acc2"]["class"] == BF16
+        assert cases[f"bf16 {name} acc1"]["class"] == ZERO_12
+    assert cases["bf16 zero3_offload acc2"]["class"] == ZERO_3
+
+
+@pytest.mark.parametrize("optimizer", [ZERO_12, BF16, ZERO_3])
+def test_every_key_is_read_where_our_list_says_so_and_nowhere_else(cases, optimizer):
+    read = {key for case in cases.values() if case["class"] == optimizer for key in case["read"]}
+    watched = {key for key in KEYS if key.startswith(("zero_optimization.", "bf16."))}
+    listed = {key for key in watched if optimizer in KEYS[key].readers}
+    assert listed <= read
+    assert read & watched - listed <= LOOKED_AT
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", STAGE)
 def test_gradients_are_sent_once_per_step_in_stage_1_and_per_micro_batch_above(
-    cases, precision, accumulation
+    cases, precision, accumulation, name
 ):
-    for stage in (1, 2, 3):
-        case = cases[f"{precision} zero{stage} acc{accumulation}"]
-        # 16-bit gradients travel as they are; sums over micro-batches are kept and sent in fp32.
-        width = 4 if precision == "fp32" or accumulation > 1 else 2
-        times = 1 if stage == 1 else accumulation
-        name = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
-        assert sent(case, name) == times * width * case["parameters"], (name, stage)
+    case = cases[f"{precision} {name} acc{accumulation}"]
+    # 16-bit gradients travel as they are; sums over micro-batches are kept and sent in fp32.
+    width = 4 if precision == "fp32" or accumulation > 1 else 2
+    times = 1 if STAGE[name] == 1 else accumulation
+    collective = "reduce_scatter_tensor" if STAGE[name] == 3 else "all_reduce"
+    assert sent(case, collective) == times * width * case["parameters"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_are_gathered_once_per_step_where_they_are_small(cases, precision, stage):
+@pytest.mark.parametrize("name", STAGE)
+def test_weights_are_gathered_once_per_step_where_they_are_small(cases, precision, name):
     """Stage 3 keeps parameters below stage3_param_persistence_threshold, here all, gathered."""
     for accumulation in (1, 2):
-        case = cases[f"{precision} zero{stage} acc{accumulation}"]
+        case = cases[f"{precision} {name} acc{accumulation}"]
+        collectives = {"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}
+        assert by_name(case).keys() <= collectives
         gathered = sent(case, "all_gather_into_tensor")
         assert gathered == WIDTH[precision] * case["parameters"]
 
@@ -81,7 +106,10 @@ def test_what_starts_before_backward_ends(cases):
             case = cases[f"{precision} zero{stage} buckets {settings}"]
             name = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
             assert sum(early for _, early in by_name(case)[name]) >= 2, (stage, settings)
-    for name in ("fp32 zero1 buckets plain", "bf16 zero1 buckets plain", "bf16 zero1 acc2"):
+    nothing = ["fp32 zero1 buckets plain", "bf16 zero1 buckets plain", "bf16 zero1 acc2"]
+    # A bucket that holds the whole model, as in each JSON here, leaves when backward has ended.
+    nothing += [f"{p} {name} acc2" for p in ("fp32", "bf16") for name in STAGE]
+    for name in nothing:
         assert not any(early for _, _, early in cases[name]["collectives"]), name
 
 

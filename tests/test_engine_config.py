@@ -6,11 +6,15 @@ import json
 import re
 
 import pytest
+import torch
 
+from model.config import DecoderConfig
+from model.decoder import Block
 from recipes.compose import compose
 from recipes.schema import UserError
+from runtime.engine import check_kernels
 from runtime.engine_config import ROOT, EngineConfig, engine_config, load_preset, preset_names
-from runtime.engine_keys import KEYS, OWNED, REFUSED
+from runtime.engine_keys import KEYS, LEAF_CLASSES, OWNED, REFUSED
 
 PRESETS = ("pipeline", "zero1", "zero2", "zero3", "zero3_offload")
 
@@ -81,7 +85,7 @@ def test_the_three_batch_numbers_multiply_out_and_say_where_they_come_from():
     assert made.origins["train_micro_batch_size_per_gpu"] == "recipe: micro_batch"
     assert "8 data ranks x micro_batch 4 x 16" in made.origins["train_batch_size"]
     assert made.origins["zero_optimization.stage"] == "ds_configs/zero1.json"
-    assert config("ds.dump_state=true").origins["dump_state"] == "ds.dump_state"
+    assert config("ds.log_level=info").origins["log_level"] == "ds.log_level"
 
 
 def test_gradients_are_summed_in_fp32_where_there_is_something_to_sum():
@@ -184,6 +188,8 @@ def test_values_of_the_wrong_type_or_range_are_refused():
     assert "is not a whole number" in only(f"{key}=1.5")
     assert "is not a whole number" in only(f"{key}=many")
     assert "is not true or false" in only("ds.zero_optimization.overlap_comm='true'")
+    assert "must be at least 1" in only("zero=3", "ds.zero_optimization.zero_hpz_partition_size=0")
+    assert "synchronises the device" in only("ds.timers.throughput.enabled=0")
     assert "is not one of fp32, bf16" in only("ds.communication_data_type=fp16")
     for size in (1, 1000, 500_000_000):
         assert config(f"{key}={size}").json["zero_optimization"]["reduce_bucket_size"] == size
@@ -213,6 +219,17 @@ def test_values_of_the_wrong_type_or_range_are_refused():
         ("ds.bfloat16.enabled=true", "precision=bf16"),
         ("ds.gradient_allreduce_op=sum", "mean"),
         ("ds.zero_optimization.compute_grad_norm=false", "gradient norm"),
+        ("ds.zero_optimization.allgather_partitions=false", "ignores it"),
+        ("ds.zero_optimization.ignore_unused_parameters=false", "no effect"),
+        ("ds.zero_optimization.override_module_apply=false", "no effect"),
+        ("ds.zero_optimization.stage3_module_granularity_threshold=9", "leaf_module.classes"),
+        ("ds.zero_optimization.leaf_module.names=[x]", "leaf_module.classes"),
+        ("ds.bf16.check_grad_overflow=false", "optim.max_skips"),
+        ("ds.comms_logger.enabled=false", "metrics.jsonl"),
+        ("ds.dump_state=true", "ds_config.json"),
+        ("ds.aio.block_size=4096", "device=cpu"),
+        ("ds.zero_optimization.offload_optimizer.nvme_path=/tmp", "device=cpu"),
+        ("ds.zero_optimization.offload_param.max_in_cpu=1", "device=cpu"),
     ],
 )
 def test_keys_without_effect_or_with_another_owner_are_refused_with_the_way_out(override, way_out):
@@ -225,13 +242,136 @@ def test_a_refused_block_is_reported_once():
     assert len(refused("ds.optimizer.type=Adam", "ds.optimizer.params.lr=1")) == 1
 
 
-def test_options_that_this_stage_does_not_read_are_refused():
+def test_options_that_this_stage_does_not_read_are_refused(own_json):
     line = only("ds.zero_optimization.stage3_prefetch_bucket_size=1")
     assert "has no effect at ZeRO stage 1" in line
     assert "stage 3" in only("zero=3", "ds.zero_optimization.round_robin_gradients=true")
-    assert "no effect with parallel.pipeline=1" in only("zero=pipeline")
+    assert "only 1 or 2" in only("zero=3", "ds.zero_optimization.allgather_bucket_size=4")
+    line = only(own_json({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}}))
+    assert "own.json) has no effect at ZeRO stage 2: only 3 reads it" in line
+
+
+def test_a_pipeline_block_and_pipeline_ranks_belong_together():
+    assert "use zero=1, or set parallel.pipeline" in only("zero=pipeline")
+    line = only("ds.pipeline.pipe_partitioned=false")
+    assert "has no effect with parallel.pipeline=1; remove it" in line
+    assert "use zero=" not in line
     lines = refused("zero=zero3_offload", "parallel.pipeline=2")
     assert any("parallel.pipeline=2: DeepSpeed 0.19.8 drops the gradient" in line for line in lines)
+
+
+SUMS = ("precision=bf16",)  # at accumulation 2 ZeRO-1 then builds BF16_Optimizer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        # read by another class than the one that is built
+        (("ds.bf16.immediate_grad_update=true",), "only BF16_Optimizer reads it"),
+        (("zero=2", *SUMS, "ds.bf16.immediate_grad_update=true"), "at ZeRO stage 2"),
+        ((*SUMS, "ds.zero_optimization.reduce_bucket_size=1000"), "does not read it"),
+        ((*SUMS, "ds.zero_optimization.overlap_comm=true"), "does not read it"),
+        ((*SUMS, "ds.zero_optimization.round_robin_gradients=true"), "does not read it"),
+        ((*SUMS, "ds.zero_optimization.offload_optimizer.pin_memory=true"), "does not read it"),
+        # switched off by another key
+        (("ds.zero_optimization.offload_optimizer.pin_memory=true",), "nothing is offloaded"),
+        (("zero=3", "ds.zero_optimization.offload_param.pin_memory=true"), "nothing is offloaded"),
+        (
+            (
+                "ds.zero_optimization.reduce_scatter=false",
+                "ds.zero_optimization.use_multi_rank_bucket_allreduce=false",
+            ),
+            "sends whole buckets",
+        ),
+        (
+            (
+                "zero=3",
+                "ds.zero_optimization.stage3_allgather_sequential=true",
+                "ds.zero_optimization.stage3_prefetch_bucket_size=9",
+            ),
+            "one weight at a time",
+        ),
+        (("ds.prescale_gradients=true",), "while gradients are scattered"),
+        (("zero=2", "ds.gradient_predivide_factor=2"), "while gradients are scattered"),
+        (("zero=3", "ds.gradient_predivide_factor=2"), "while gradients are scattered"),
+        (
+            (*SUMS, "ds.prescale_gradients=true", "ds.gradient_predivide_factor=2"),
+            "divides at once",
+        ),
+        (
+            (
+                "ds.zero_optimization.offload_optimizer.device=cpu",
+                "ds.zero_optimization.contiguous_gradients=false",
+            ),
+            "offload needs the buffer",
+        ),
+        # sizes
+        (("zero=3", "ds.zero_optimization.zero_hpz_partition_size=3"), "legal: 1, 2"),
+        (("ds.zero_optimization.allgather_bucket_size=3",), "nearest: 4"),
+        # what cannot work here
+        (("zero=3", "ds.zero_optimization.offload_optimizer.device=nvme"), "NVMe offload is not"),
+        (("zero=3", "ds.zero_optimization.offload_param.device=nvme"), "NVMe offload is not"),
+        (("zero=3", "ds.zero_optimization.leaf_module.classes=[Blok]"), "has 'Blok', which is not"),
+        (("zero=3", "ds.zero_optimization.leaf_module.classes=[Decoder]"), "Block, Attention"),
+    ],
+)
+def test_what_nothing_would_read_is_refused_with_the_reason(overrides, reason):
+    line = only(*overrides)
+    assert reason in line
+    assert "ds." in line
+
+
+def test_the_same_keys_are_taken_where_they_are_read():
+    for overrides in (
+        (*SUMS, "ds.bf16.immediate_grad_update=false"),
+        (*SUMS, "ds.prescale_gradients=true"),
+        ("ds.zero_optimization.reduce_scatter=false", "ds.gradient_predivide_factor=2"),
+        (
+            "ds.zero_optimization.offload_optimizer.device=cpu",
+            "ds.zero_optimization.offload_optimizer.pin_memory=false",
+        ),
+        ("zero=3", "ds.zero_optimization.stage3_allgather_sequential=true"),
+        ("zero=zero3_offload", "ds.zero_optimization.offload_optimizer.device=none"),
+        ("zero=3", "ds.zero_optimization.zero_hpz_partition_size=2"),
+        ("zero=3", "ds.zero_optimization.leaf_module.classes=[Attention,MLP]"),
+    ):
+        config(*overrides)
+
+
+def test_keys_whose_kernels_need_cuda_are_refused_on_the_cpu():
+    made = config(
+        "zero=3",
+        "ds.zero_optimization.zero_quantized_weights=true",
+        "ds.zero_optimization.zero_quantized_gradients=true",
+    )
+    with pytest.raises(UserError) as caught:
+        check_kernels(made.json, torch.device("cpu"))
+    assert len(caught.value.problems) == 2
+    assert "CUDA only" in caught.value.problems[0]
+    check_kernels(made.json, torch.device("cuda"))
+    check_kernels(config("zero=3").json, torch.device("cpu"))
+
+
+def test_leaf_classes_are_those_of_the_decoder_that_hold_several_weights():
+    modules = {
+        type(module).__name__
+        for module in Block(DecoderConfig(**vars(compose("tiny").recipe.model))).modules()
+        if len(list(module.parameters())) > 1
+    }
+    assert set(LEAF_CLASSES) == modules
+
+
+def test_empty_blocks_and_names_with_dots_are_refused(own_json):
+    assert "ds.foo: no such key" in only("ds.foo={}")
+    assert "is an empty block, which changes nothing" in only("ds.zero_optimization={}")
+    line = only("zero=3", "ds.zero_optimization.offload_param={}")
+    assert "ds.zero_optimization.offload_param is an empty block" in line
+    assert "recompute=full" in only("ds.activation_checkpointing={}")
+    line = only(own_json({"zero_optimization": {"stage": 1}, "bf16": {}}))
+    assert "bf16 (" in line
+    assert "empty block" in line
+    dotted = {"zero_optimization": {"stage": 1}, "zero_optimization.overlap_comm": True}
+    assert "a dot in a name" in only(own_json(dotted))
 
 
 def test_a_pipeline_sends_whole_activations_and_overlaps_nothing_whatever_the_preset():

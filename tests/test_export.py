@@ -16,6 +16,7 @@ from test_storage import Payload
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from checkpoint import export as exporter
+from checkpoint import sample as sampler
 from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.export import export
@@ -155,6 +156,18 @@ def test_the_tokenizer_goes_along_and_its_ids_reach_the_configs(tmp_path):
     assert "| parameters |" in card
 
 
+def test_rows_beyond_the_tokenizer_are_never_generated(tmp_path):
+    """CKP-21: the table has 320 rows, the tokenizer 257 ids."""
+    trained(tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    export(tmp_path / "run", tmp_path / "out", tokenizer=tmp_path / "tokenizer", check=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[84, 104, 101]])
+    torch.manual_seed(0)
+    made = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=100.0, top_k=0)
+    assert made.max() < 257
+
+
 def test_a_tokenizer_larger_than_the_table_is_refused_and_nothing_is_left(tmp_path):
     """CKP-21."""
     trained(tmp_path / "run", vocab_size=100)
@@ -191,6 +204,14 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_said_to_be_so(tmp_path):
+    trained(tmp_path / "run")
+    weights = weights_from(str(tmp_path / "run"))
+    weights.folder.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match="removed while it was read"):
+        weights.read_rows("model.norm.weight", 0, 3)
+
+
 def test_an_existing_folder_is_never_overwritten(tmp_path):
     trained(tmp_path / "run")
     (tmp_path / "out").mkdir()
@@ -209,6 +230,37 @@ def test_the_command_exports_the_step_asked_for_or_says_why_not(tmp_path, capsys
     assert "never overwritten" in capsys.readouterr().err
     assert exporter.main([str(tmp_path / "run"), "--step", "5"]) == 2
     assert "it has: 3, 4" in capsys.readouterr().err
+
+
+def test_a_full_disk_or_a_wrong_place_is_said_in_a_line(tmp_path, capsys):
+    trained(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert exporter.main([str(tmp_path / "run"), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "refused: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_text_comes_from_a_run_or_an_exported_folder_or_not_at_all(tmp_path, capsys):
+    trained(tmp_path / "run")
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    out, mark = tmp_path / "out", tmp_path / "executed"
+    export(tmp_path / "run", out, tokenizer=tmp_path / "tokenizer", check=False)
+    for prompt in ("The", "", "\u2603 <|endoftext|>", "x" * 300):
+        assert sampler.main([str(out), "--prompt", prompt, "--tokens", "3"]) == 0
+        assert prompt.replace("<|endoftext|>", "").strip() in capsys.readouterr().out
+    bad = ["--tokens=0", "--temperature=nan", "--top-p=0", "--seed=-1", "--prompt=\udcff"]
+    assert sampler.main([str(out), *bad]) == 2
+    message = capsys.readouterr().err
+    for word in ("--tokens", "--temperature", "--top-p", "--seed", "UTF-8"):
+        assert word in message
+    assert sampler.main([str(tmp_path / "run")]) == 2
+    assert "its corpus has no tokenizer" in capsys.readouterr().err
+    (out / "model.safetensors").write_bytes(b"x")
+    assert sampler.main([str(out)]) == 2
+    (out / "model.safetensors").unlink()
+    (out / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
+    assert sampler.main([str(out)]) == 2
+    assert capsys.readouterr().err.count("cannot load it") == 2
+    assert not mark.exists()
 
 
 # Weights from elsewhere
@@ -288,6 +340,47 @@ def test_another_shape_is_refused_with_every_field(tmp_path):
 def test_a_folder_that_is_not_our_decoder_is_refused_with_the_reason(changes, reason, tmp_path):
     hugging_face(tmp_path / "folder", **changes)
     with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json: ZeroDivisionError"),
+        ({"rope_parameters": "x"}, "config.json: AttributeError"),
+        ({"model_type": ["llama"]}, "config.json: TypeError"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(changes, reason, tmp_path):
+    hugging_face(tmp_path / "folder", **changes)
+    with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "gone.safetensors"),
+        ({"weight_map": {"nowhere": "model.safetensors"}}, "does not contain tensor nowhere"),
+        ({"weight_map": ["model.safetensors"]}, "no weight_map"),
+        ({}, "no weight_map"),
+        ([], "no names with values"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(index, reason, tmp_path):
+    hugging_face(tmp_path / "folder")
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=reason):
+        weights_from(str(tmp_path / "folder"))
+
+
+def test_quantized_weights_are_refused_without_a_word_in_the_config(tmp_path):
+    hugging_face(tmp_path / "folder")
+    path = tmp_path / "folder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored as I8"):
         weights_from(str(tmp_path / "folder"))
 
 

@@ -107,6 +107,14 @@ def test_id_65541_survives_in_a_vocabulary_of_70000(tmp_path):
     assert np.fromfile(tmp_path / "s.bin", "<i4").tolist() == [65541, 0]
 
 
+def test_ids_that_are_no_whole_numbers_are_refused(tmp_path):
+    writer = ShardWriter(tmp_path / "s", np.dtype("<u2"), eod_id=0)
+    with pytest.raises(UserError, match="token ids are float64, not whole numbers"):
+        writer.add(np.array([1.0, 2.5]))
+    writer.add(np.array([]))  # a document without tokens has no type
+    writer.abort()
+
+
 @pytest.mark.parametrize("bad", [65536, 65541, -1])
 def test_an_id_that_does_not_fit_is_refused_never_wrapped(tmp_path, bad):
     writer = ShardWriter(tmp_path / "s", np.dtype("<u2"), eod_id=0)

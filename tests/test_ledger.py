@@ -67,6 +67,8 @@ def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
     (tmp_path / STEPS_FILE).write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"steps.jsonl:2: expected a line of JSON"):
         list(read_ledger(tmp_path))
+    with pytest.raises(UserError, match=r"steps.jsonl:2"):
+        Ledger(tmp_path, after_step=2)
 
 
 def test_a_missing_ledger_is_refused(tmp_path):

@@ -232,21 +232,6 @@ def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
 # ---- one writer
 
 
-def test_a_second_writer_of_the_same_run_is_refused_while_the_first_lives(tmp_path):
-    folder = tmp_path / "run"
-    first = make_writer(folder)
-    write_step(first, 1)
-    code = (
-        "import sys; from runtime.metrics import MetricsWriter\n"
-        "MetricsWriter(sys.argv[1], world=1, tensorboard=False)"
-    )
-    assert "run=run: another process is writing" in python(code, str(folder)).stderr
-    write_step(first, 2)
-    first.close()
-    assert [line["life"] for line in read_metrics(folder)] == [1, 1]
-    assert python(code, str(folder)).returncode == 0
-
-
 def test_events_carry_utc_time_kind_and_life_in_order(tmp_path):
     record_event(tmp_path, "alarm", life=3, step=7, reason="loss is not finite")
     record_event(tmp_path, "verdict", life=3, action="skip")

@@ -48,7 +48,10 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
         "tensorboard",
         "history.jsonl",
         "checkpoints",
+        "logs",
     }
+    logs = {path.name for path in (pair / "logs").iterdir()}
+    assert logs == {"rank-00000.log", "rank-00001.log"}
     config = json.loads((pair / "ds_config.json").read_text())
     assert config["zero_optimization"]["stage"] == 2
     assert config["train_batch_size"] == 8
@@ -164,6 +167,22 @@ def test_make_passes_the_failure_on(clone):
     assert done.returncode == 2
     assert "did you mean zero" in done.stdout
     assert not (clone / "runs" / "refused").exists()
+
+
+def test_nothing_given_to_make_is_read_by_a_shell(clone, tmp_path):
+    seen = tmp_path / "seen"
+    for word in (
+        f"OVERRIDES=`touch {seen}`",
+        f"RECIPE=x;touch {seen}",
+        f"NPROC=$$(touch {seen})",
+        f"HOSTFILE=-x'\"; touch {seen}",
+    ):
+        command = ["make", "-s", f"PYTHON={sys.executable}", "pretrain", word]
+        done = run_command(command, 60, cwd=clone, PYTHONPATH=str(clone))
+        assert done.returncode == 2
+        assert "refused: " in done.stdout
+        assert "Traceback" not in done.stdout
+    assert not seen.exists()
 
 
 def test_a_run_of_another_recipe_is_never_overwritten(clone, pair):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from ranks import run_command
 
 from recipes.schema import Cluster, UserError
 from runtime import process
@@ -91,6 +94,7 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
 
 
 def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -101,3 +105,38 @@ def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys)
         "refused: two",
         "refused: three",
     ]
+
+
+def test_leaving_flushes_what_was_said_and_skips_the_interpreters_shutdown():
+    code = (
+        "import atexit, os\nfrom runtime import process\n"
+        "atexit.register(os.abort)\nprint('said')\nprocess.leave(7)"
+    )
+    done = run_command([sys.executable, "-c", code], timeout_s=60)
+    assert (done.returncode, done.stdout) == (7, "said\n")
+
+
+def test_a_problem_that_only_a_later_rank_of_a_host_has_is_printed(monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    process.report(UserError("only here"))
+    assert capsys.readouterr().err == "refused: rank 2: only here\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "abc", "RANK='abc' in the environment is not a number"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK='x' in the environment is not a number"),
+        ("RANK", "2", "RANK=2 is not below WORLD_SIZE=2"),
+    ],
+)
+def test_variables_that_name_no_rank_are_refused_and_reported(
+    monkeypatch, capsys, name, value, words
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words) as caught:
+        process.check_launcher()
+    process.report(caught.value)
+    assert words in capsys.readouterr().err

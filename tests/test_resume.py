@@ -170,10 +170,12 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
-    words = ["run=damaged", *SHORT, f"steps={STEPS + 2}", "allow=[steps]"]
+    words = ["run=damaged", *SHORT, f"steps={STEPS + 2}", "allow=[steps]", "checkpoint.interval=2"]
     done = start(clone, *words)
     assert done.returncode == FINISHED, done.stdout
     assert f"step-{STEPS:08d} is damaged and was passed over" in done.stdout
+    assert f"kept as step-{STEPS:08d}.damaged-1" in done.stdout
+    assert [step for step, _ in committed(run / "checkpoints")] == [12, STEPS, STEPS + 2]
     assert "going on from checkpoint step 12" in done.stdout
     assert [line["step"] for line in lines_of(run)] == list(range(1, STEPS + 3))
     override = read_history(run)[-1]
@@ -194,6 +196,14 @@ def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(clone, straig
     assert done.returncode == FINISHED, done.stdout
     assert len(lines_of(run)) == 2
     assert len(lines_of(clone / "runs" / "ruined.before-1")) == STEPS
+
+
+def test_fresh_weights_from_the_folder_that_goes_aside_are_refused(clone, straight):
+    words = ["resume=fresh", "init_from=runs/straight@9"]
+    done = start(clone, "run=straight", *SHORT, *words)
+    assert done.returncode == REFUSED
+    assert "lies in the folder that resume=fresh sets aside" in done.stdout
+    assert (straight / "checkpoints").is_dir()
 
 
 def test_weights_of_another_run_start_a_new_one(clone, straight):

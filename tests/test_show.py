@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -125,3 +126,39 @@ def test_a_typo_through_make_is_one_line_and_leaves_no_run():
         assert len(lines) == 1, done.stdout
         assert "did you mean" in lines[0] or "hydra settings" in lines[0]
     assert {path.name for path in (ROOT / "runs").glob("*")} == before
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_overrides_reach_the_recipe_as_they_were_typed():
+    """Neither make nor the shell expands $, braces or *; blanks in quotes do not split."""
+    typed = "'data.sources={a: {corpus: \"$HOME/*.{x,y} z\"}}' zero=2 'seed=${steps}'"
+    command = ["make", "--no-print-directory", "show", f"PYTHON={sys.executable}"]
+    done = run_command([*command, f"OVERRIDES={typed}"], timeout_s=60)
+    shown = dict(re.findall(r"^  (\S+) +(.*?)  +\S+$", done.stdout, re.M))
+    assert shown["data.sources.a.corpus"] == "$HOME/*.{x,y} z"
+    assert (shown["zero"], shown["seed"]) == ("2", shown["steps"])
+    done = run_command([*command, "OVERRIDES=run='x"], timeout_s=60)
+    assert 'OVERRIDES="run=\'x": no closing quotation; close it' in done.stdout
+
+
+def test_sources_are_shown_with_share_stages_and_epochs_and_repeats_warn(tmp_path, monkeypatch):
+    from small_corpora import random_documents, write_corpus
+
+    for seed, name in enumerate(("prose", "code")):
+        write_corpus(tmp_path / name, random_documents(50, 50, 90, seed=seed), vocab_size=1000)
+    monkeypatch.setattr(show, "ROOT", tmp_path)
+    words = ["data=prose-code", "~data.sources.prose.build", "~data.sources.code.build"]
+    words += ["data.sources.prose.corpus=prose", "data.sources.code.corpus=code"]
+    words += ["seq_len=64", "batch_tokens=512", "steps=100", "warmup=0"]
+    words += ["data.sources.code.weight=[[0,1],[50,9]]"]
+    shown = show.collect("tiny", words)
+    code, prose = shown["data"]
+    assert code["stages"] == [[0, 0.25], [50, 0.75]]
+    assert code["share"] == pytest.approx(0.5)
+    assert prose["epochs"] == pytest.approx(400 / 55, rel=0.2)
+    text = show.text(shown)
+    assert "(0.25 from data step 0, 0.75 from data step 50)" in text
+    assert "warning: data.sources.code:" in text
+    assert "more than 4 give little" in text
+    text = show.text(show.collect("tiny", [*words, "data.sources.prose.max_epochs=2"]))
+    assert "warning: refused at start: data.sources.prose.max_epochs=2.0: the run would" in text

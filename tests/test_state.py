@@ -61,12 +61,15 @@ def test_a_damaged_random_state_is_an_error_and_touches_no_generator(change):
 
 
 def state(**changes):
-    values = dict(step=5, tokens=640, optimizer_step=4, seed=1, recipe={"a": {"b": 1}}, data={})
-    return RunState(**(values | changes))
+    values = dict(step=5, tokens=640, optimizer_step=4, seed=1)
+    recipe = {"model": {}, "data": {}, "optim": {"lr": 1}, "seq_len": 8}
+    data = {"order_version": 1, "corpora": {}, "window_tokens": 8}
+    health = {"skips_in_a_row": 0, "skipped_steps": 0}
+    return RunState(**(values | dict(recipe=recipe, data=data, health=health) | changes))
 
 
 def test_a_run_state_goes_through_json_unchanged():
-    one = state(health={"loss": 1.5}, layout={"data": 2})
+    one = state(layout={"data": 2})
     assert RunState.from_dict(json.loads(json.dumps(one.as_dict()))) == one
 
 
@@ -78,7 +81,10 @@ def test_a_run_state_goes_through_json_unchanged():
         lambda s: s.update(step=-1),
         lambda s: s.update(step="5"),
         lambda s: s.update(optimizer_step=True),
-        lambda s: s["recipe"]["a"].update(b=2),
+        lambda s: s["recipe"]["optim"].update(lr=2),
+        lambda s: s["data"].pop("corpora"),
+        lambda s: s.update(data=[]),
+        lambda s: s.update(health={}),
     ],
 )
 def test_a_state_that_lost_or_changed_a_field_is_damaged(change):

@@ -322,6 +322,18 @@ def test_pieces_that_overlap_or_leave_a_hole_are_reported(tmp_path):
         assert any("v (weight)" in line for line in problems)
 
 
+def test_an_overlap_as_large_as_a_hole_is_found(tmp_path):
+    """Sums of elements are right, yet one element would be loaded from nowhere."""
+    tensors = full_tensors({"w": (10, 10)})
+    ranks = cut_flat(tensors, 2)
+    moved = [Fragment(f.name, f.kind, f.box, f.start - 1, f.tensor) for f in ranks[1]]
+    files = write(tmp_path, [ranks[0], moved])
+    index = merge([read_index(tmp_path, r, files[index_name(r)]) for r in (0, 1)])
+    assert "w (weight): some elements are stored twice" in holes(index)[0]
+    with pytest.raises(UserError, match="stored twice, some not at all"):
+        plan(index, cut_flat(tensors, 1)[0])
+
+
 @pytest.mark.parametrize(
     "change",
     [

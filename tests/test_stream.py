@@ -202,11 +202,13 @@ def test_a_corpus_shorter_than_one_window_is_refused_with_both_numbers(tmp_path,
         stream_of(tmp_path, {"c": 1}, seq_len=32)
 
 
-@pytest.mark.parametrize(("tokens", "windows"), [(33, 1), (34, 1), (64, 1), (65, 2)])
-def test_whole_windows_are_counted_and_the_rest_is_dropped(tmp_path, tokens, windows):
+@pytest.mark.parametrize(
+    ("tokens", "windows", "dropped"), [(33, 1, 0), (34, 1, 1), (64, 1, 31), (65, 2, 0)]
+)
+def test_whole_windows_are_counted_and_the_rest_is_said(tmp_path, tokens, windows, dropped):
     write_corpus(tmp_path / "c", [counting_document(tokens - 1)])
     (use,) = stream_of(tmp_path, {"c": 1}, seq_len=32).usage(1)
-    assert (use.tokens, use.windows) == (tokens, windows)
+    assert (use.tokens, use.windows, use.dropped) == (tokens, windows, dropped)
 
 
 def test_a_ramp_keeps_its_batch_sizes_wherever_it_is_resumed(root):
@@ -327,6 +329,16 @@ def test_the_same_corpus_under_two_names_is_refused(root):
     sources = {"a": Source(corpus="prose"), "b": Source(corpus="./code/../prose")}
     with pytest.raises(UserError, match=r"data.sources.b and data.sources.a are the same corpus"):
         stream_of(root, sources)
+
+
+def test_equal_shards_of_two_corpora_are_a_warning(tmp_path):
+    documents = random_documents(20, 10, 30)
+    write_corpus(tmp_path / "a", documents)
+    write_corpus(tmp_path / "b", documents, name="the same text under another manifest")
+    write_corpus(tmp_path / "c", random_documents(20, 10, 30, seed=1))
+    stream = stream_of(tmp_path, {"a": 1, "b": 1, "c": 1})
+    (line,) = [line for line in stream.check(1) if "count twice" in line]
+    assert "data.sources.b and data.sources.a share 1 equal shards of" in line
 
 
 def test_another_tokenizer_of_equal_size_is_refused(tmp_path):

@@ -1,0 +1,122 @@
+"""The folder of a comparison: `runs/<comparison>/`, beside the folders of its runs.
+
+    comparison.json   what it compares      outcomes.jsonl   how each run ended
+    report.md  *.png  tensorboard/          the report       logs/<run>.log   what each run printed
+
+One rule: it names what it compares. The same comparison goes on where it was; another one under the
+same name is refused, and so is a second process in the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from recipes.schema import UserError
+from runtime.records import append_line, read_lines
+from runtime.run_folder import hold, refuse_unwritable
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "runs"
+WHAT, OUTCOMES = "comparison.json", "outcomes.jsonl"
+# May differ when a comparison goes on: more rounds only add to it.
+MAY_GROW = ("repeats",)
+
+
+def stored(folder: Path) -> dict[str, Any] | None:
+    """What the folder compares; None where there is no folder. Raises UserError."""
+    if not folder.exists():
+        refuse_unwritable(folder)
+        return None
+    try:
+        return json.loads((folder / WHAT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"NAME={folder.name}: {folder} is not the folder of a comparison (no whole {WHAT});"
+            " choose another name with NAME=..., or remove it"
+        ) from None
+
+
+def refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
+    """Raise UserError where the folder holds another comparison than `wanted`."""
+    there = stored(folder)
+    if there is None:
+        return
+    keys = [key for key in {**there, **wanted} if key not in MAY_GROW]
+    differing = [key for key in keys if there.get(key) != wanted.get(key)]
+    if differing:
+        shown = "; ".join(difference(key, there, wanted) for key in differing[:3])
+        raise UserError(
+            f"NAME={folder.name}: {folder} holds another comparison ({shown}); choose another name"
+            " with NAME=..., or remove that folder and its runs"
+        )
+
+
+def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
+    """Raise UserError where a run that this comparison has not started has its folder already.
+
+    `runs_by_round` has the names of all runs; rounds that are on record are the comparison's own.
+    """
+    there = stored(folder)
+    rounds = there["repeats"] if there else 0
+    strangers = [
+        name
+        for number, names in runs_by_round.items()
+        for name in names
+        if number > rounds and (folder.parent / name).exists()
+    ]
+    if strangers:
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise UserError(
+            f"NAME={folder.name}: {folder.parent / strangers[0]}{more} is there already, from a"
+            " comparison whose folder is gone; choose another name with NAME=..., or remove it"
+        )
+
+
+def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """One differing entry, for people."""
+    if key == "variants" and [v["words"] for v in there.get(key, [])] == [
+        v["words"] for v in wanted.get(key, [])
+    ]:
+        return "the recipe has changed since"
+    short = [json.dumps(side.get(key))[:120] for side in (there, wanted)]
+    return f"{key} {short[0]} there, {short[1]} now"
+
+
+def open_comparison(folder: Path, wanted: dict[str, Any]) -> TextIO:
+    """Make or enter the folder as its only process; the lock lasts as long as the returned file."""
+    refuse_another(folder, wanted)
+    if "repeats" in wanted:  # rounds that were started once stay its own
+        wanted = {
+            **wanted,
+            "repeats": max(wanted["repeats"], (stored(folder) or wanted)["repeats"]),
+        }
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    lock = hold(folder)
+    new = folder / f".{WHAT}.new"
+    new.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    os.replace(new, folder / WHAT)
+    return lock
+
+
+def record_outcome(folder: Path, run: str, status: str, **facts: Any) -> None:
+    """Put on record how a run ended, finished or failed: reason, seconds, load before it."""
+    append_line(folder / OUTCOMES, {"run": run, "status": status, **facts})
+
+
+def loads(folder: Path) -> list[float]:
+    """Load averages of the machine before the runs that finished."""
+    lines = read_lines(folder / OUTCOMES)
+    return [line["load"] for line in lines if line["status"] == "finished"]
+
+
+def reasons(folder: Path) -> dict[str, str]:
+    """Run -> why its latest try failed."""
+    found: dict[str, str] = {}
+    for line in read_lines(folder / OUTCOMES):
+        found.pop(line["run"], None)
+        if line["status"] != "finished":
+            found[line["run"]] = line["reason"]
+    return found

@@ -1,0 +1,183 @@
+"""The pictures of a report: speed, step, memory and communication side by side; losses over steps.
+
+One rule: they draw the numbers of the report's tables and no others. PNG, drawn without a display.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no display is asked for
+
+from matplotlib import pyplot as plt
+
+from compare.report import PARTS, Comparison
+from compare.results import SAME_LOSS, Side, difference
+from runtime.memory import MIB
+
+SPEED, LOSSES = "speed.png", "losses.png"
+BLUE, WHISKER, DOT = "#4477aa", "#222222", "#ee6677"
+PART_COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#bbbbbb")
+# As far from each other as colors get, also for the color-blind (Paul Tol's bright scheme).
+LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222222")
+DOTS_PER_INCH, WIDTH = 110, 13.0  # inches
+LABEL_WIDTH, LABEL_LINES = 34, 3  # characters, lines
+TITLE = dict(loc="left", fontsize=10)
+SMALLEST_SHARE = 1e-4
+
+
+def draw(shown: Comparison, folder: Path) -> tuple[str, ...]:
+    """Write the pictures into `folder`; returns their names."""
+    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        drawn = {SPEED: speed(shown)}
+        if len(shown.runs) > 1:
+            drawn[LOSSES] = losses(shown)
+        for name, figure in drawn.items():
+            figure.savefig(folder / name, dpi=DOTS_PER_INCH)
+            plt.close(figure)
+    return tuple(drawn)
+
+
+def speed(shown: Comparison) -> Any:
+    """Bars: tokens/s, parts of a step, peak memory, communication."""
+    sides = [side for side in shown.sides if side.runs]
+    has_bytes = any(side.communication_bytes() for side in sides)
+    height = 2 * (1.5 + 0.42 * len(shown.sides))
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, height), layout="constrained")
+    figure.suptitle(shown.name, fontsize=13)
+    throughput(axes[0][0], shown.sides)
+    step_parts(axes[0][1], shown.sides)
+    memory(axes[1][0], shown.sides)
+    if has_bytes:
+        communication(axes[1][1], shown.sides)
+    else:
+        axes[1][1].set_axis_off()
+    for panel in axes.flat:
+        is_left = panel in axes[:, 0]
+        names = [label(side) if is_left else "" for side in shown.sides]
+        panel.set_yticks(range(len(shown.sides)), names)
+        panel.set_ylim(len(shown.sides) - 0.5, -0.5)  # the first variant on top
+        panel.set_xlim(0, 1.12 * panel.get_xlim()[1])  # room for the number behind the longest bar
+        panel.xaxis.grid(True, color="#dddddd")
+        panel.set_axisbelow(True)
+    return figure
+
+
+def label(side: Side) -> str:
+    """A variant's name for an axis."""
+    text = side.label if side.runs else f"{side.label} (failed)"
+    return "\n".join(textwrap.wrap(text, LABEL_WIDTH, max_lines=LABEL_LINES))
+
+
+def throughput(panel: Any, sides: list[Side]) -> None:
+    """Tokens/s, with quartiles, and each run's own median."""
+    for row, side in enumerate(sides):
+        low, middle, high = side.quartiles("tokens_per_s")
+        if middle is None:
+            continue
+        panel.barh(row, middle, 0.6, color=BLUE)
+        panel.plot([low, high], [row, row], color=WHISKER, linewidth=2)
+        medians = [run.summary["tokens_per_s"] for run in side.runs]
+        if len(medians) > 1:
+            panel.plot(medians, [row] * len(medians), "o", color=DOT, markersize=4)
+        panel.text(max(high, *medians), row, f"   {middle:,.0f}", va="center")
+    panel.set_title("Throughput: median, quartiles (line), each run (dots)", **TITLE)
+    panel.set_xlabel("tokens/s over all ranks")
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def step_parts(panel: Any, sides: list[Side]) -> None:
+    """Seconds of each part of a step, stacked."""
+    parts = {title: [side.median(name) or 0.0 for side in sides] for name, title in PARTS}
+    stacked(panel, parts, PART_COLORS)
+    panel.set_title("Where a step's time goes", **TITLE)
+    panel.set_xlabel("seconds per step (medians of rank 0)")
+
+
+def memory(panel: Any, sides: list[Side]) -> None:
+    """Peak memory of each variant's fullest rank."""
+    kinds = {run.summary["memory_of"] for side in sides for run in side.runs}
+    for row, side in enumerate(sides):
+        known = [peak for peak in side.peaks_gib() if peak is not None]
+        if known:
+            panel.barh(row, max(known), 0.6, color=BLUE)
+            panel.text(max(known), row, f"  {max(known):.3f}", va="center")
+    panel.set_title("Peak memory of the fullest rank", **TITLE)
+    panel.set_xlabel(f"GiB of {' and '.join(sorted(kinds))} memory")
+
+
+def communication(panel: Any, sides: list[Side]) -> None:
+    """Payload of a step's collectives, stacked by kind."""
+    sent = [side.communication_bytes() for side in sides]
+    sizes = {kind: sum(one.get(kind, 0) for one in sent) for one in sent for kind in one}
+    # A loss of four bytes would only take a place in the legend.
+    kinds = [kind for kind in sorted(sizes) if sizes[kind] > SMALLEST_SHARE * sum(sizes.values())]
+    parts = {kind: [one.get(kind, 0) / MIB for one in sent] for kind in kinds}
+    stacked(panel, parts, LINES)
+    for row, one in enumerate(sent):
+        if one:
+            panel.text(
+                sum(one.values()) / MIB, row, f"  {sum(one.values()) / MIB:,.4g}", va="center"
+            )
+    panel.set_title("Counted payload of a step's collectives", **TITLE)
+    panel.set_xlabel("MiB per step as rank 0 sees them")
+
+
+def stacked(panel: Any, parts: dict[str, list[float]], colors: Sequence[str]) -> None:
+    """Horizontal bars of several parts, the legend beside the title."""
+    for (title, sizes), color in zip(parts.items(), itertools.cycle(colors), strict=False):
+        before = [
+            sum(values)
+            for values in zip(*list(parts.values())[: list(parts).index(title)], strict=True)
+        ]
+        panel.barh(range(len(sizes)), sizes, 0.6, left=before or 0.0, color=color, label=title)
+    if parts:
+        panel.legend(
+            ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.02, 0.98),
+            borderpad=0.3, columnspacing=1.0, handlelength=1.2,
+        )  # fmt: skip
+
+
+def losses(shown: Comparison) -> Any:
+    """Loss curves above, their difference to the base below."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(WIDTH, 7.5), layout="constrained", sharex=True
+    )
+    base = shown.base.runs[0].losses
+    sides = [side for side in shown.sides if side.runs]
+    result = shown.agreement()
+    for number, side in enumerate(sides):
+        # Later lines are thinner: where losses agree, every color stays visible.
+        style = dict(color=LINES[number % len(LINES)], linewidth=max(1.2, 5 - 1.2 * number))
+        own = side.runs[0].losses
+        steps = [step for step, loss in own.items() if loss is not None]
+        above.plot(steps, [own[step] for step in steps], label=side.label, **style)
+        gaps = {
+            step: max(difference(base[step], run.losses.get(step)) for run in side.runs)
+            for step in base
+            if all(step in run.losses for run in side.runs)
+        }
+        below.plot(list(gaps), list(gaps.values()), ".-", color=style["color"], label=side.label)
+    above.set_title(f"{shown.name}: training loss", **TITLE)
+    above.set_ylabel("loss, nats per token")
+    below.set_title(f"Largest difference of a variant's runs to {shown.base.label}", **TITLE)
+    below.set_ylabel("relative difference of losses")
+    below.set_xlabel("step")
+    below.xaxis.get_major_locator().set_params(integer=True)
+    # Linear near zero, so that a difference of exactly none has a place.
+    below.set_yscale("symlog", linthresh=1e-8)
+    below.set_ylim(bottom=-2e-9)
+    if result and result.reason is None and result.bound is not None:
+        below.axhline(SAME_LOSS, color=WHISKER, linestyle="--", linewidth=1)
+        below.text(below.get_xlim()[1], SAME_LOSS, f"bound {SAME_LOSS:g} ", ha="right", va="bottom")
+        below.set_ylim(top=max(below.get_ylim()[1], 3 * SAME_LOSS))
+    for panel in (above, below):
+        panel.grid(True, color="#dddddd")
+    above.legend(fontsize=9, frameon=False, ncols=1 + len(sides) // 8)
+    return figure

@@ -1,0 +1,337 @@
+"""The report of a comparison as Markdown, and its main table for the terminal.
+
+One rule: it formats what `results` read and computes nothing of its own; what is not known or was
+not measured stands there as a dash, never as a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compare.results import (
+    Agreement,
+    RunResult,
+    Side,
+    agreement,
+    differing,
+    ratios,
+    surroundings,
+)
+from recipes.table import table
+from runtime.memory import MIB
+
+NONE = "-"
+PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),
+         ("other_s", "other"))  # fmt: skip
+BUSY = 2  # load average per core; the run before leaves about 1
+# Two runs that differ in one of these do not do the same work in a step.
+WORK = ("model", "data", "batch_tokens", "seq_len", "precision")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is reported: the sides, the first one the base of all ratios."""
+
+    name: str
+    command: str
+    sides: list[Side]
+    is_sweep: bool
+    pictures: tuple[str, ...] = ()
+    loads: Sequence[float] = ()  # load averages of the machine before the runs
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """Every run that was read, side by side."""
+        return [run for side in self.sides for run in side.runs]
+
+    @property
+    def base(self) -> Side:
+        """The first side that has a run."""
+        return next(side for side in self.sides if side.runs)
+
+    def agreement(self) -> Agreement | None:
+        """Of the losses of all runs."""
+        return agreement(self.sides)
+
+
+def markdown(shown: Comparison) -> str:
+    """The whole report."""
+    lines = [f"# {shown.name}", "", f"`{shown.command}`", "", *setting(shown), ""]
+    lines += [f"**{line}**\n" for line in warnings(shown)]
+    lines += [verdict(shown.agreement()), ""]
+    lines += [*pipes(main_rows(shown)), "", *legend(shown)]
+    if shown.pictures:
+        lines += ["", *(f"![{name.partition('.')[0]}]({name})\n" for name in shown.pictures)]
+    for title, rows in (
+        ("Where the seconds of a step go", part_rows(shown)),
+        ("Losses", loss_rows(shown)),
+        ("Communication of a step, MiB as rank 0 sees it", communication_rows(shown)),
+        ("What differs", difference_rows(shown)),
+        ("Runs", run_rows(shown)),
+    ):
+        if len(rows) > 1:
+            lines += ["", f"## {title}", "", *pipes(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def terminal(shown: Comparison) -> str:
+    """The main table and what must not be missed."""
+    rows = [[cell.replace("`", "") for cell in row] for row in main_rows(shown)]
+    lines = [table(rows, indent=""), "", plain(verdict(shown.agreement()))]
+    return "\n".join([*lines, *(f"WARNING: {line}" for line in warnings(shown))])
+
+
+def setting(shown: Comparison) -> list[str]:
+    """What was trained, where."""
+    run = shown.base.runs[0]
+    around = run.environment
+    packages = around.get("packages") or {}
+    device = around.get("gpu") or around.get("processor") or around.get("machine")
+    ranks = run.layout["world"]
+    first, last = run.summary["first_step"], run.summary["last_step"]
+    rounds = max(run.round for run in shown.runs)
+    commit = (around.get("commit") or "unknown")[:12]
+    lines = [
+        f"- {run.parameters:,} parameters, {run.knobs['precision']}, steps {first} to {last} of"
+        f" {run.lines[-1]['tokens_per_step']:,} tokens, {ranks} rank{'s' * (ranks > 1)}",
+        f"- {device}, {around.get('cores')} cores, {around.get('threads')} per rank; torch"
+        f" {around.get('torch')}, deepspeed {packages.get('deepspeed')}",
+        f"- commit {commit}{' with uncommitted changes' * bool(around.get('uncommitted_changes'))}",
+    ]
+    if shown.is_sweep and rounds > 1:
+        lines.append(
+            f"- {rounds} rounds; in each, every variant once, so that a machine that drifts slows"
+            " all alike"
+        )
+    elif shown.is_sweep:
+        lines.append("- 1 round: a machine that drifts looks like a difference (REPEATS=3)")
+    if shown.loads:
+        lines.append(
+            f"- load average before the runs {min(shown.loads):.1f} to {max(shown.loads):.1f}"
+        )
+    return lines
+
+
+def warnings(shown: Comparison) -> list[str]:
+    """What makes the numbers less than they look."""
+    found = []
+    result = shown.agreement()
+    if result and result.is_broken:
+        found.append(
+            f"LOSSES DO NOT AGREE: {result.largest:.2g} apart at step {result.at[0]} in"
+            f" {result.at[1]}, where {result.bound:g} is the bound. The variants do not train the"
+            " same thing: do not use these speeds before you know why."
+        )
+    cores = shown.base.runs[0].environment.get("cores") or 1
+    if shown.loads and max(shown.loads) > BUSY * cores:
+        found.append(
+            f"THE MACHINE WAS BUSY: load average up to {max(shown.loads):.1f} on {cores} cores"
+            " before a run; other programs slowed these runs, not all alike"
+        )
+    work = [
+        key
+        for key in differing(shown.runs)
+        if any(key == name or key.startswith(f"{name}.") for name in WORK)
+    ]
+    if work:
+        found.append(
+            f"NOT THE SAME WORK: {', '.join(work)} differ, so tokens/s do not compare layouts"
+        )
+    for name in surroundings(shown.runs):
+        if name != "ranks":
+            found.append(f"NOT THE SAME SURROUNDINGS: {name} differs between runs (What differs)")
+    return found
+
+
+def verdict(result: Agreement | None) -> str:
+    """Whether the losses are the same, in a sentence."""
+    if result is None:
+        return "Losses: one run, nothing to compare."
+    if result.reason is not None:
+        return f"Losses are not compared: {result.reason}."
+    size = f"{result.largest:.2g} over {result.steps} steps"
+    if result.bound is None:
+        return f"Losses: the largest relative difference is {size} (no bound outside fp32)."
+    if result.is_broken:
+        return f"**Losses do NOT agree**: the largest relative difference is {size}."
+    data = "the batches are the same" if result.same_data else "THE BATCHES ARE NOT THE SAME"
+    return (
+        f"Losses agree: the largest relative difference is {size} (bound {result.bound:g}, fp32);"
+        f" {data} (ledger)."
+    )
+
+
+def main_rows(shown: Comparison) -> list[list[str]]:
+    """One row per side."""
+    has_mfu = any(side.median("mfu") is not None for side in shown.sides)
+    has_bytes = any(side.communication_bytes() for side in shown.sides)
+    memory = "device" if any(r.summary["memory_of"] == "device" for r in shown.runs) else "host"
+    header = [
+        "variant" if shown.is_sweep else "run", "tokens/s", f"x `{shown.base.label}`",
+        *(["MFU"] if has_mfu else []), "s/step",
+        f"peak {memory} GiB of a rank", *(["sent, MiB/step"] if has_bytes else []),
+    ]  # fmt: skip
+    rows = [header]
+    for side in shown.sides:
+        if not side.runs:
+            empty = [""] * (len(header) - 2)
+            rows.append([f"`{side.label}`", f"failed: {cell(side.reason)}", *empty])
+            continue
+        bytes_ = side.communication_bytes()
+        rows.append([
+            f"`{side.label}`",
+            spread(side.quartiles("tokens_per_s"), ",.0f"),
+            ratio(side, shown),
+            *([one(side.median("mfu"), ".1%")] if has_mfu else []),
+            one(side.median("step_s"), ".4g"),
+            between(side.peaks_gib()),
+            *([one(sum(bytes_.values()) / MIB if bytes_ else None, ",.4g")] if has_bytes else []),
+        ])  # fmt: skip
+    return rows
+
+
+def legend(shown: Comparison) -> list[str]:
+    """What the columns of the main table are."""
+    lines = [
+        "Medians over the steps of all runs of a variant, quartiles in brackets; the first step of"
+        " a run, evaluation and saves are in no number. tokens/s is over all ranks.",
+        f"x = tokens/s relative to `{shown.base.label}` in the same round: median, lowest and"
+        " highest round in brackets." if shown.is_sweep else
+        f"x = tokens/s relative to `{shown.base.label}`.",
+        "Seconds are rank 0's. Peak memory: the highest rank, and the lowest where it differs; host"
+        " memory includes Python and its libraries.",
+    ]  # fmt: skip
+    if any(side.communication_bytes() for side in shown.sides):
+        lines.append("sent = counted payload of all collectives of a step as rank 0 sees them.")
+    if not any(side.median("mfu") is not None for side in shown.sides):
+        lines.append(
+            "MFU: not known, because the device's peak is not (cluster.peak_tflops sets it)."
+        )
+    return [" ".join(lines)]
+
+
+def part_rows(shown: Comparison) -> list[list[str]]:
+    """Seconds of a step and of its parts."""
+    rows = [["", "step", *(title for _, title in PARTS)]]
+    for side in shown.sides:
+        if side.runs:
+            parts = [one(side.median(name), ".4f") for name, _ in PARTS]
+            rows.append([f"`{side.label}`", spread(side.quartiles("step_s"), ".4f"), *parts])
+    return rows
+
+
+def loss_rows(shown: Comparison) -> list[list[str]]:
+    """Losses of each side's first run at a few steps, and the largest difference."""
+    result = shown.agreement()
+    if result is None:
+        return []
+    steps = sorted(set.intersection(*(set(run.losses) for run in shown.runs)))
+    picked = sorted({steps[round(i * (len(steps) - 1) / 4)] for i in range(5)}) if steps else []
+    rows = [["", *(f"step {step}" for step in picked), "largest difference"]]
+    for side in shown.sides:
+        if side.runs:
+            losses = side.runs[0].losses
+            gap = "not compared" if result.reason else f"{result.by_side[side.label]:.2g}"
+            rows.append([f"`{side.label}`", *(one(losses[s], ".6f") for s in picked), gap])
+    return rows
+
+
+def communication_rows(shown: Comparison) -> list[list[str]]:
+    """Payload by kind of collective."""
+    sent = {side.label: side.communication_bytes() for side in shown.sides}
+    kinds = sorted({kind for bytes_ in sent.values() for kind in bytes_})
+    if not kinds:
+        return []
+    return [["", *kinds]] + [
+        [f"`{label}`", *(payload(bytes_.get(k)) for k in kinds)]
+        for label, bytes_ in sent.items()
+        if bytes_
+    ]
+
+
+def difference_rows(shown: Comparison) -> list[list[str]]:
+    """Knobs and surroundings that differ, one column per side."""
+    firsts = [(side.label, side.runs[0]) for side in shown.sides if side.runs]
+    runs = [run for _, run in firsts]
+    found = {**differing(runs), **surroundings(runs)}
+    within = dict.fromkeys(surroundings(shown.runs), "differs between rounds")
+    rows = [["", *(f"`{label}`" for label, _ in firsts)]]
+    rows += [[name, *(cell(value) for value in values)] for name, values in found.items()]
+    return rows + [
+        [name, *[text] * len(firsts)] for name, text in within.items() if name not in found
+    ]
+
+
+def run_rows(shown: Comparison) -> list[list[str]]:
+    """Each run by itself, as `make pretrain` printed it."""
+    rows = [["run", "tokens/s", "s/step", "steps counted", "peak GiB by rank", "last loss"]]
+    for run in shown.runs:
+        s = run.summary
+        three = (s["tokens_per_s_p25"], s["tokens_per_s"], s["tokens_per_s_p75"])
+        peaks = run.peaks_gib or [s["peak_memory_gib"]]
+        rows.append([
+            run.name, spread(three, ",.0f"), one(s["step_s"], ".4g"), str(s["num_steady_steps"]),
+            between(peaks) if len(peaks) > 8 else ", ".join(one(peak, ".3f") for peak in peaks),
+            one(s["last_loss"], ".6f"),
+        ])  # fmt: skip
+    return rows
+
+
+def ratio(side: Side, shown: Comparison) -> str:
+    """Speed relative to the base, with the rounds' range where there are several."""
+    three = ratios(side, shown.base)
+    if side is shown.base or three is None:
+        return "1" if side is shown.base else NONE
+    if three[0] == three[2]:
+        return f"{three[1]:.3f}"
+    return f"{three[1]:.3f} [{three[0]:.3f} to {three[2]:.3f}]"
+
+
+def spread(three: Sequence[float | None], form: str) -> str:
+    """Median, quartiles in brackets."""
+    first, middle, third = three
+    if middle is None:
+        return NONE
+    return f"{middle:{form}} [{first:{form}} to {third:{form}}]"
+
+
+def between(values: Sequence[float | None]) -> str:
+    """The highest, and the lowest where they differ."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    high, low = f"{max(known):.3f}", f"{min(known):.3f}"
+    return high if high == low else f"{high} (lowest {low})"
+
+
+def one(value: float | None, form: str) -> str:
+    """A number, or a dash where it is not known."""
+    return NONE if value is None else format(value, form)
+
+
+def payload(size: float | None) -> str:
+    """Bytes as MiB; a few bytes as what they are."""
+    if size is None or size >= MIB / 1000:
+        return one(None if size is None else size / MIB, ",.4g")
+    return f"{size:.0f} bytes"
+
+
+def cell(value: Any) -> str:
+    """Any value as the text of a table cell."""
+    text = value if isinstance(value, str) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def plain(text: str) -> str:
+    """Markdown's emphasis taken off, for the terminal."""
+    return text.replace("**", "").replace("`", "")
+
+
+def pipes(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table; the first row is its header, numbers stand right."""
+    align: Callable[[int], str] = lambda column: "---" if column == 0 else "---:"  # noqa: E731
+    line = "|".join(align(column) for column in range(len(rows[0])))
+    return [f"| {' | '.join(rows[0])} |", f"|{line}|",
+            *(f"| {' | '.join(row)} |" for row in rows[1:])]  # fmt: skip

@@ -1,0 +1,230 @@
+"""What the runs of a comparison say, read from their own records, and put side by side.
+
+    runs/<run>/metrics.jsonl events.jsonl layout.json environment.json recipe.yaml -> RunResult
+    the runs of one variant -> Side      all sides -> Agreement of losses, what differs
+
+One rule: every number comes from a run's record; nothing is measured or estimated here. The first
+step of each life is warm-up and in no number (as in runtime.metrics.summary). Numbers of a variant
+are over the steps of all its runs together.
+
+Units: tokens/s over all ranks, seconds per step, GiB, MiB per step; differences are relative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoint.resume import flatten, treatment
+from data.ledger import read_ledger
+from model.cost import num_parameters
+from recipes.compose import compose
+from recipes.schema import UserError
+from runtime.metrics import quartiles, summary
+from runtime.records import METRICS, read_events, read_metrics
+
+# Every legal layout gives the same losses in fp32, to this.
+SAME_LOSS = 1e-6
+# Knobs that name a run or say what is written; they are no difference between variants.
+SILENT = ("run", "log", "checkpoint", "allow", "resume", "eval_every", "eval_tokens", "stop_after")
+# Of environment.json: what else could make one run faster than another.
+SURROUNDINGS = ("commit", "uncommitted_changes", "torch", "cuda", "packages", "machine", "system",
+                "processor", "cpu", "cores", "threads", "gpu")  # fmt: skip
+
+Three = tuple[float | None, float | None, float | None]  # first quartile, median, third quartile
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run that was read. `round` counts from 1."""
+
+    name: str
+    round: int
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+    peaks_gib: list[float]  # of each rank, where the run recorded them
+    layout: dict[str, Any]
+    environment: dict[str, Any]
+    parameters: int
+    knobs: dict[str, Any]  # dotted name -> value
+    batches: dict[int, str]  # step -> hash of the global batch
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The lines that are not warm-up."""
+        return [line for line in self.lines if not line["first_of_life"]]
+
+    @property
+    def losses(self) -> dict[int, float | None]:
+        """Step -> loss; None where it was not finite."""
+        return {line["step"]: line["loss"] for line in self.lines}
+
+
+@dataclass
+class Side:
+    """One variant and its runs; `reason` says why where none of them finished."""
+
+    label: str
+    runs: list[RunResult] = field(default_factory=list)
+    reason: str | None = None
+
+    def quartiles(self, name: str) -> Three:
+        """Of one field of the metrics lines, over the steps of all runs."""
+        return quartiles([line.get(name) for run in self.runs for line in run.steady])
+
+    def median(self, name: str) -> float | None:
+        """The middle one of `quartiles`."""
+        return self.quartiles(name)[1]
+
+    def peaks_gib(self) -> list[float]:
+        """Peak memory of each rank, the highest of all runs; of rank 0 alone in old records."""
+        known = [run.peaks_gib or [run.summary["peak_memory_gib"]] for run in self.runs]
+        return [max(peaks) for peaks in zip(*known, strict=False)]
+
+    def communication_bytes(self) -> dict[str, float]:
+        """Median payload of a step, rank 0's, by kind; {} where it was not counted."""
+        lines = [line for run in self.runs for line in run.steady]
+        counted = [line["communication_bytes"] for line in lines if "communication_bytes" in line]
+        kinds = sorted({kind for one in counted for kind in one})
+        return {kind: statistics.median(one.get(kind, 0) for one in counted) for kind in kinds}
+
+
+def read_run(folder: Path, number: int = 1) -> RunResult:
+    """Read one run. Raises UserError where it has no record of a step, or an unreadable one."""
+    if not (folder / METRICS).is_file():
+        raise UserError(f"{folder.name}: no record of a run in {folder} (no {METRICS})")
+    try:
+        numbers = summary(folder)
+        lines = [line for line in read_metrics(folder) if line["segment"] == newest(folder)]
+        endings = [event for event in read_events(folder) if "peak_memory_gib" in event]
+        recipe = compose(str(folder / "recipe.yaml")).recipe
+        layout, environment = (
+            json.loads((folder / name).read_text()) for name in ("layout.json", "environment.json")
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder.name}: its record cannot be read: {error}") from None
+    if not lines:
+        raise UserError(f"{folder.name}: no step is on record in {folder}")
+    return RunResult(
+        folder.name,
+        number,
+        lines,
+        numbers,
+        endings[-1]["peak_memory_gib"] if endings else [],
+        layout,
+        environment,
+        num_parameters(recipe.model),
+        flatten(dataclasses.asdict(recipe)),
+        {line["step"]: line["batch_hash"] for line in read_ledger(folder / "ledger")},
+    )
+
+
+def newest(folder: Path) -> int:
+    """The segment that was written last."""
+    lines = read_metrics(folder)
+    return lines[-1]["segment"] if lines else 0
+
+
+def ratios(side: Side, base: Side) -> Three | None:
+    """Lowest, median and highest of tokens/s relative to `base`, paired round by round."""
+    speeds = {run.round: run.summary["tokens_per_s"] for run in base.runs}
+    paired = [
+        run.summary["tokens_per_s"] / speeds[run.round]
+        for run in side.runs
+        if speeds.get(run.round) and run.summary["tokens_per_s"]
+    ]
+    return (min(paired), statistics.median(paired), max(paired)) if paired else None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether the runs gave the same losses.
+
+    `largest` is the greatest relative difference to the first side's first run over `steps` steps
+    (infinite where one was not finite), `at` its step and run. `reason` says why agreement is not
+    to be expected, None where it is; `bound` is the limit, None where there is none.
+    """
+
+    steps: int
+    largest: float
+    at: tuple[int, str] | None
+    by_side: dict[str, float]
+    same_data: bool
+    reason: str | None
+    bound: float | None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether losses that must agree do not."""
+        return self.reason is None and self.bound is not None and self.largest > self.bound
+
+
+def agreement(sides: Sequence[Side]) -> Agreement | None:
+    """Compare the losses of all runs with the first one's; None with fewer than two runs."""
+    runs = [(side.label, run) for side in sides for run in side.runs]
+    if len(runs) < 2:
+        return None
+    base = runs[0][1]
+    steps = sorted(set(base.losses).intersection(*(run.losses for _, run in runs[1:])))
+    largest, at = 0.0, None
+    by_side: dict[str, float] = {}
+    for label, run in runs:
+        by_side.setdefault(label, 0.0)
+        for step in steps:
+            gap = difference(base.losses[step], run.losses[step])
+            by_side[label] = max(by_side[label], gap)
+            if gap > largest:
+                largest, at = gap, (step, run.name)
+    same_data = all(
+        base.batches.get(step) == run.batches.get(step) for _, run in runs for step in steps
+    )
+    is_fp32 = base.knobs["precision"] == "fp32"
+    return Agreement(len(steps), largest, at, by_side, same_data, excuse(runs, same_data, steps),
+                     SAME_LOSS if is_fp32 else None)  # fmt: skip
+
+
+def difference(one: float | None, two: float | None) -> float:
+    """Relative difference of two losses; a loss that was not finite differs from every number."""
+    if one is None or two is None:
+        return 0.0 if one is two else float("inf")
+    return abs(one - two) / abs(one) if one else abs(two)
+
+
+def excuse(
+    runs: Iterable[tuple[str, RunResult]], same_data: bool, steps: Sequence[int]
+) -> str | None:
+    """Why losses need not agree, or None."""
+    changed = [key for key in differing(run for _, run in runs) if treatment(key) != "free"]
+    if changed:
+        return f"the runs differ in {', '.join(changed)}"
+    if not steps:
+        return "the runs have no step in common"
+    if not same_data:
+        return "the runs were not trained on the same batches (their ledgers differ)"
+    return None
+
+
+def differing(runs: Iterable[RunResult]) -> dict[str, list[Any]]:
+    """Knob -> its value in each run, for the knobs that differ and matter."""
+    runs = list(runs)
+    keys = {key: None for run in runs for key in run.knobs}
+    values = {key: [run.knobs.get(key) for run in runs] for key in keys}
+    return {
+        key: given
+        for key, given in values.items()
+        if any(one != given[0] for one in given)
+        and not any(key == name or key.startswith(f"{name}.") for name in SILENT)
+    }
+
+
+def surroundings(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
+    """What else differs between runs: ranks, machine, versions, commit."""
+    found = {"ranks": [run.layout["world"] for run in runs]}
+    for name in SURROUNDINGS:
+        found[name] = [run.environment.get(name) for run in runs]
+    return {name: given for name, given in found.items() if any(v != given[0] for v in given)}

@@ -1,0 +1,214 @@
+"""Starts the runs of a comparison one after the other, through the entry of `make pretrain`.
+
+    check every variant -> for each run: launch.local in a process, its output in a log -> outcome
+
+One rule: nothing starts before every variant has been checked, and once started no variant ends the
+sweep: one that fails is an outcome with its reason, and is left out of the rounds to come. A run
+that finished is never started again.
+
+Units: seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from compare.folder import ROOT, RUNS, record_outcome
+from compare.variants import Plan, Turn, told
+from recipes.schema import UserError
+from runtime.console import duration, number
+from runtime.metrics import summary
+from runtime.records import METRICS, read_events, read_metrics
+
+CHECKS_AT_ONCE = 4  # each is a short process of its own
+POLL_S = 0.5
+END_TIMEOUT_S = 40  # torchrun gives its ranks 30 s
+LOG_TAIL_BYTES = 200_000
+LONGEST_REASON = 300
+
+
+def check(plan: Plan) -> None:
+    """Raise UserError with everything that `make pretrain` would refuse in any variant."""
+    first_round = plan.turns()[: len(plan.variants)]
+    with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+        found = list(pool.map(lambda turn: refused(plan, turn), first_round))
+    problems = [
+        (turn.variant.label, line)
+        for turn, lines in zip(first_round, found, strict=True)
+        for line in lines
+    ]
+    if problems:
+        raise UserError(*told(problems, len(first_round)))
+
+
+def refused(plan: Plan, turn: Turn) -> list[str]:
+    """What the launcher says against a run."""
+    if is_finished(RUNS / turn.run, plan.steps):
+        return []
+    command = [*entry(plan.ranks, "--check"), *plan.words(turn)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return []
+    lines = re.findall(r"^refused: (.*)", done.stderr, re.MULTILINE)
+    return lines or [f"the check ended with status {done.returncode}: {done.stderr[-500:].strip()}"]
+
+
+def entry(ranks: int, *options: str) -> list[str]:
+    """The command of `make pretrain`, up to the words of the run."""
+    return [sys.executable, "-m", "launch.local", *options, "--nproc", str(ranks), "--"]
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the last life of a run reached the comparison's last step."""
+    if not (folder / METRICS).is_file():
+        return False
+    events = [event["kind"] for event in read_events(folder)]
+    lines = read_metrics(folder)
+    return bool(events) and events[-1] == "finished" and bool(lines) and lines[-1]["step"] == steps
+
+
+def run_all(plan: Plan, folder: Path) -> None:
+    """Every run that has not finished yet, in order. KeyboardInterrupt ends the one in progress."""
+    turns = plan.turns()
+    failed: set[str] = set()
+    with interrupted_by_sigterm(), progress(plan) as bar:
+        for count, turn in enumerate(turns, start=1):
+            title = f"{count}/{len(turns)} {turn.variant.label}"
+            title += f" (round {turn.round})" if plan.repeats > 1 else ""
+            bar.set_description(title)
+            if turn.variant.slug in failed:
+                bar.total -= plan.steps
+                continue
+            if is_finished(RUNS / turn.run, plan.steps):
+                bar.update(plan.steps)
+                say(bar, f"{title}: finished before")
+                continue
+            begin, done, load = time.monotonic(), bar.n, os.getloadavg()[0]
+            status = run_one(plan, turn, folder, lambda steps, done=done: move(bar, done + steps))
+            seconds = time.monotonic() - begin
+            is_good = status == 0 and is_finished(RUNS / turn.run, plan.steps)
+            reason = None if is_good else why(RUNS / turn.run, log_of(folder, turn), status)
+            kind = "finished" if is_good else "failed"
+            record_outcome(folder, turn.run, kind, reason=reason, seconds=seconds, load=load)
+            if is_good:
+                move(bar, done + plan.steps)
+                speed = number(summary(RUNS / turn.run)["tokens_per_s"], ",.0f")
+                say(bar, f"{title}: {speed} tokens/s ({duration(seconds)} with its start)")
+            else:
+                failed.add(turn.variant.slug)
+                bar.total -= plan.steps
+                move(bar, done)
+                say(bar, f"{title}: FAILED: {reason}")
+
+
+def progress(plan: Plan) -> tqdm:
+    """A bar over the steps of all runs; nothing where nobody watches."""
+    total = len(plan.turns()) * plan.steps
+    return tqdm(total=total, unit="step", disable=None, dynamic_ncols=True, smoothing=0)
+
+
+def say(bar: tqdm, text: str) -> None:
+    """A line of its own, above the bar."""
+    if bar.disable:
+        print(text, flush=True)
+    else:
+        bar.write(text)
+
+
+def move(bar: tqdm, steps: int) -> None:
+    bar.n = steps
+    bar.refresh()
+
+
+def log_of(folder: Path, turn: Turn) -> Path:
+    """Where a run's output goes."""
+    return folder / "logs" / f"{turn.run}.log"
+
+
+def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
+    """Start a run, wait for its end, return its exit status; `moved(steps)` while it goes on."""
+    command = [*entry(plan.ranks, "--with-parent"), *plan.words(turn)]
+    with open(log_of(folder, turn), "ab") as log:
+        log.write(f"$ {' '.join(command)}\n".encode())
+        log.flush()
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the run.
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        size = 0
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+                metrics = RUNS / turn.run / METRICS
+                if metrics.is_file() and metrics.stat().st_size != size:
+                    size = metrics.stat().st_size
+                    moved(metrics.read_bytes().count(b"\n"))
+        finally:
+            end(process)
+    return process.returncode
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a run that is still there: kindly, then for good."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C: the run in progress is ended with this process."""
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def why(folder: Path, log: Path, status: int) -> str:
+    """Why a run failed, in one line: what it said itself, the error in its log, or its status."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    text = text[text.rfind("\n$ ") + 1 :]  # an earlier try stands above
+    said = re.findall(r"^refused: (.*)", text, re.MULTILINE)
+    errors = re.findall(
+        r"^(?:\[?rank ?\d+\]?: ?)?((?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt)\b.*)",
+        text,
+        re.MULTILINE,
+    )
+    own = [line for line in errors if "ChildFailedError" not in line]
+    signals = re.findall(r"[Ss]ignal (\d+)", text) + ([str(-status)] if status < 0 else [])
+    events = read_events(folder) if folder.is_dir() else []
+    recorded = [event["reason"] for event in events[-1:] if event.get("reason")]
+    if said or recorded or own:
+        line = (said or recorded or own)[-1]
+    elif signals:
+        name = signal.Signals(int(signals[-1])).name
+        line = f"a rank was ended by signal {signals[-1]} ({name})"
+        line += ", often for want of memory" if name == "SIGKILL" else ""
+    else:
+        line = f"exit status {status}"
+    line = " ".join(line.split())[:LONGEST_REASON]
+    return f"{line}; see {log.relative_to(ROOT)}"

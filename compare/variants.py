@@ -1,0 +1,247 @@
+"""What a comparison runs: the variants of a sweep, their names, and the order of the runs.
+
+    SWEEP="zero=1,2,3 micro_batch=1,2"  ->  6 variants x REPEATS rounds:  A B C ... A B C ...
+
+One rule: pure functions of the command. Rounds are interleaved, so that a machine that grows slower
+slows every variant alike, and every run has a name, and so a folder, of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.check import LONGEST_NAME, folder_name
+from recipes.compose import compose_command, sweep_values
+from recipes.schema import Recipe, UserError
+from runtime.settle import Settled
+
+# What a comparison sets itself: the same for all variants, or nothing would be compared.
+OURS = {
+    "run": "the comparison names its runs (NAME=...)",
+    "stop_after": "the comparison ends its runs (STEPS=...)",
+    "resume": "the comparison starts its runs",
+    "log.communication": "a comparison counts communication",
+    "log.profile": "a profile slows a run (make profile RUN=...)",
+    "checkpoint.at_end": "the runs of a comparison are trials and save nothing",
+    "checkpoint.interval": "the runs of a comparison are trials and save nothing",
+}
+# Set unless OVERRIDES or SWEEP do: neither is in any speed, both take time.
+UNLESS_GIVEN = {"eval_tokens": "0", "eval_every": "0"}
+# The first step of a run is warm-up; quartiles need two more.
+FEWEST_STEPS, MOST_STEPS, MOST_REPEATS, MOST_RUNS = 3, 10**6, 100, 1000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One point of the sweep: `words` are its overrides, `label` is for people."""
+
+    label: str
+    slug: str  # part of its runs' names
+    words: tuple[str, ...]
+    digest: str  # of its whole recipe: it changes when a file under recipes/ does
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run: a variant in a round (from 1)."""
+
+    variant: Variant
+    round: int
+    run: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole comparison."""
+
+    name: str
+    recipe: str
+    ranks: int
+    overrides: tuple[str, ...]
+    sweep: tuple[str, ...]
+    steps: int
+    repeats: int
+    variants: tuple[Variant, ...]
+
+    def turns(self) -> list[Turn]:
+        """Every run, in the order in which they are started."""
+        return [
+            Turn(variant, number, run_name(self.name, variant.slug, number))
+            for number in range(1, self.repeats + 1)
+            for variant in self.variants
+        ]
+
+    def by_round(self) -> dict[int, list[str]]:
+        """Round -> names of its runs."""
+        found: dict[int, list[str]] = {}
+        for turn in self.turns():
+            found.setdefault(turn.round, []).append(turn.run)
+        return found
+
+    def words(self, turn: Turn) -> list[str]:
+        """What `launch.local` gets for a run."""
+        return [*command(self.recipe, self.overrides, turn.variant.words, self.steps),
+                f"run={turn.run}"]  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for comparison.json; from_dict is the inverse."""
+        return {"kind": "sweep", **json.loads(json.dumps(dataclasses.asdict(self)))}
+
+
+def plan(
+    name: str | None,
+    recipe: str,
+    ranks: int,
+    overrides: list[str],
+    sweep: list[str],
+    steps: int,
+    repeats: int,
+    settle: Any,
+) -> Plan:
+    """The comparison that a command line asks for.
+
+    `settle(recipe)` gives the Settled of a recipe on the ranks. Raises UserError with every
+    problem of every variant.
+    """
+    values = sweep_values(sweep)
+    problems = refusals(values, overrides)
+    choices = list(itertools.product(*values.values()))
+    if len(choices) * repeats > MOST_RUNS:
+        problems.append(
+            f"SWEEP has {len(choices)} variants x {repeats} repeats, more than {MOST_RUNS} runs;"
+            " give fewer values, or several comparisons"
+        )
+    if problems:
+        raise UserError(*problems)
+    variants, stem, found = [], None, []
+    for words, slug in zip(choices, slugs(choices, list(values)), strict=True):
+        label = " ".join(words)
+        try:
+            composed = compose_command(command(recipe, overrides, words, steps)).recipe
+            settled: Settled = settle(composed)
+            check_length(settled, composed, steps)
+        except UserError as error:
+            found += [(label, line) for line in error.problems]
+            continue
+        stem = stem or composed.run
+        variants.append(Variant(label, slug, words, digest(composed)))
+    if found:
+        raise UserError(*told(found, len(choices)))
+    name = checked_name(name or f"{stem}-by-{'-'.join(last_parts(values))}", repeats)
+    widest = LONGEST_NAME - len(run_name(name, "", repeats))
+    if any(len(variant.slug) > widest for variant in variants):
+        variants = [
+            dataclasses.replace(variant, slug=f"v{number:03d}")
+            for number, variant in enumerate(variants, start=1)
+        ]
+    return Plan(name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats,
+                tuple(variants))  # fmt: skip
+
+
+def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
+    """What may not stand in SWEEP or OVERRIDES, and a sweep of nothing."""
+    given = [(key, "SWEEP") for key in values]
+    given += [(word.partition("=")[0].lstrip("+~"), "OVERRIDES") for word in overrides]
+    problems = [f"{where} sets {key}: {OURS[key]}" for key, where in given if key in OURS]
+    problems += [
+        f"{key} stands in SWEEP and in OVERRIDES; keep one of them"
+        for key, where in given
+        if where == "OVERRIDES" and key in values
+    ]
+    if "recipe" in values:
+        problems.append("SWEEP sets recipe: one recipe is compared; sweep model=, data= or a knob")
+    if not any(len(options) > 1 for options in values.values()):
+        problems.append('SWEEP has one variant, nothing to compare; for example SWEEP="zero=1,2,3"')
+    return problems
+
+
+def command(recipe: str, overrides: Any, words: Any, steps: int) -> list[str]:
+    """recipe=NAME and every override of a run but its name."""
+    given = {word.partition("=")[0] for word in (*overrides, *words)}
+    defaults = [f"{key}={value}" for key, value in UNLESS_GIVEN.items() if key not in given]
+    return [
+        f"recipe={recipe}", *defaults, *overrides, *words, f"stop_after={steps}",
+        "log.communication=true", "checkpoint.interval=0", "checkpoint.at_end=false",
+    ]  # fmt: skip
+
+
+def check_length(settled: Settled, recipe: Recipe, steps: int) -> None:
+    """Raise UserError where the recipe ends before the comparison's last step."""
+    if settled.total_steps < steps:
+        raise UserError(
+            f"STEPS={steps} is more than the {settled.total_steps} steps of {recipe.run}; give"
+            f" fewer, or OVERRIDES=steps={steps}"
+        )
+
+
+def read_count(variable: str, text: str, low: int, high: int) -> int:
+    """A count given as text. Raises UserError that names the variable."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not low <= int(text) <= high:
+        raise UserError(f"{variable}={text[:80]!r} is not a number from {low} to {high:,}")
+    return int(text)
+
+
+def checked_name(name: str, repeats: int) -> str:
+    """`name`, where it can be a folder and leaves room for its runs'. Raises UserError."""
+    try:
+        folder_name(name)
+    except ValueError as error:
+        raise UserError(f"NAME={name!r} {error}") from None
+    if len(run_name(name, "v000", repeats)) > LONGEST_NAME:
+        raise UserError(f"NAME={name} is too long for its runs' names; give a shorter one")
+    if "=" in name:
+        raise UserError(f"NAME={name}: without '=', which means a value in an override")
+    return name
+
+
+def run_name(comparison: str, slug: str, number: int) -> str:
+    """Name of a variant's run in a round: it sorts by comparison, variant, round."""
+    return f"{comparison}.{slug}.r{number}"
+
+
+def slugs(choices: list[tuple[str, ...]], keys: list[str]) -> list[str]:
+    """A short name for each variant that folders and overrides take; numbers where two meet."""
+    short = dict(zip(keys, last_parts(keys), strict=True))
+    made = []
+    for words in choices:
+        parts = []
+        for key, word in zip(keys, words, strict=True):
+            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", word.partition("=")[2]).strip("-.")
+            parts.append(f"{short[key]}-{value}")
+        made.append(".".join(parts))
+    if len(set(made)) < len(made):
+        return [f"v{number:03d}" for number in range(1, len(made) + 1)]
+    return made
+
+
+def last_parts(keys: Any) -> list[str]:
+    """`optim.lr` -> `lr`, where no other key ends alike."""
+    lasts = [key.rpartition(".")[2] for key in keys]
+    return [
+        last if lasts.count(last) == 1 else key.replace(".", "-")
+        for key, last in zip(keys, lasts, strict=True)
+    ]
+
+
+def told(problems: list[tuple[str, str]], num_variants: int) -> list[str]:
+    """(label, problem) pairs as lines; what every variant has is the recipe's, and said once."""
+    having: dict[str, list[str]] = {}
+    for label, line in problems:
+        having.setdefault(line, []).append(label)
+    return [
+        line if len(labels) == num_variants else f"{', '.join(labels)}: {line}"
+        for line, labels in having.items()
+    ]
+
+
+def digest(recipe: Recipe) -> str:
+    """Fingerprint of every knob of a recipe, but for its name and its last step."""
+    bare = dataclasses.replace(recipe, run=None, stop_after=None)
+    text = json.dumps(dataclasses.asdict(bare), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,384 @@
+"""A corpus from tokenized data of other tools: `make corpus-import IN= OUT= TOKENIZER=`.
+
+    files --one pass: hashes, smallest and largest id, ends of documents--> OUT/ shards, manifest
+    Megatron files of our types are linked, everything else is written anew
+
+Its one rule: the tokens are those of the files, in the order of their names; what does not fit is
+refused. Where documents are not ended by the end id, that is said and stands in the manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data.blocks import BlockHasher
+from data.build import locked
+from data.corpus import write_manifest
+from data.foreign import TYPES, Foreign, find_foreign
+from data.indexed import CODES, token_dtype
+from data.publish import INPUTS, file_hash, write_lines
+from data.report import report_lines
+from data.settings import knob_lines, read_words
+from data.shardfile import PublishedFile, ShardWriter, sync_folder
+from data.tokenizer import TextTokenizer, open_tokenizer
+from data.workers import progress_bar
+from data.writer import SHARD_BYTES, hash_limit
+from recipes.schema import UserError
+
+
+@dataclass(frozen=True)
+class ImportSettings:
+    """The knobs of `make corpus-import`."""
+
+    vocab_size: int | None = field(
+        default=None, metadata={"meaning": "ids are below it; without TOKENIZER"}
+    )
+    eod_id: int | None = field(default=None, metadata={"meaning": "end id; without TOKENIZER"})
+    eod: str | None = field(default=None, metadata={"meaning": "end token, if not the eos_token"})
+    dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
+    valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
+    valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
+    copy: bool = field(default=False, metadata={"meaning": "true: copy also what could be linked"})
+
+
+@dataclass
+class Facts:
+    """What one pass over documents found."""
+
+    documents: int = 0
+    not_ended: int = 0
+    min_id: int | None = None
+    max_id: int | None = None
+    eod_count: int = 0
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, eod_id: int) -> None:
+        self.documents += len(lengths)
+        if not len(ids):
+            self.not_ended += len(lengths)
+            return
+        low, high = int(ids.min()), int(ids.max())
+        self.min_id = low if self.min_id is None else min(self.min_id, low)
+        self.max_id = high if self.max_id is None else max(self.max_id, high)
+        self.eod_count += int(np.count_nonzero(ids == eod_id))
+        last = np.cumsum(lengths) - 1
+        is_ended = (lengths > 0) & (ids[np.maximum(last, 0)] == eod_id)
+        self.not_ended += int(np.count_nonzero(~is_ended))
+
+
+def import_corpus(
+    source: str,
+    out: Path,
+    tokenizer: TextTokenizer | None,
+    settings: ImportSettings,
+    say=lambda text: None,
+) -> dict:
+    """Make a corpus of tokenized files and return its manifest. Raises UserError."""
+    vocab_size, eod_id = _ids_of(tokenizer, settings)
+    found = {"train": find_foreign(source, eod_id, settings.dtype)}
+    if settings.valid_in:
+        found["valid"] = find_foreign(settings.valid_in, eod_id, settings.dtype, "valid_in")
+    for one in (one for some in found.values() for one in some):
+        for note in one.shard.notes if one.shard else ():
+            say(note)
+    if os.path.lexists(out):
+        raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out.parent / f".{out.name}.lock", say):
+        work = out.parent / f".{out.name}.work"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        try:
+            manifest = _fill(work, found, vocab_size, eod_id, tokenizer, settings, say)
+            os.replace(work, out)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        sync_folder(out.parent)
+    return manifest
+
+
+def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
+    every = [one for some in found.values() for one in some]
+    types = {one.dtype for one in every}
+    is_ours = len(types) == 1 and types <= set(CODES) and not settings.valid
+    dtype = types.pop() if is_ours else token_dtype(vocab_size)
+    shards: dict[str, list[dict]] = {"train": []}
+    facts, inputs, anew = Facts(), [], 0
+    names_of = {"train": iter(_names("train")), "valid": iter(_names("valid"))}
+    total = sum(one.path.stat().st_size for one in every)
+    with progress_bar("importing", total) as bar:
+        for split, some in found.items():
+            for one in some:
+                as_is = one.kind == "megatron" and one.dtype == dtype and not settings.copy
+                as_is = as_is and not settings.valid and not one.shard.notes
+                if as_is:
+                    prefix = work / next(names_of[split])
+                    shards.setdefault(split, []).append(_link(one, prefix, facts, bar.update))
+                else:
+                    anew += 1
+                    places = _Places(work, dtype, eod_id, names_of, shards)
+                    _rewrite(one, split, places, settings, vocab_size, facts, bar.update)
+                inputs.append(
+                    {
+                        "name": one.path.name,
+                        "kind": one.kind,
+                        "dtype": one.dtype.name,
+                        "split": split,
+                        "bytes": one.path.stat().st_size,
+                        "xxh3": file_hash(one.path),
+                        "linked": as_is,
+                    }
+                )
+    _check(facts, shards, vocab_size, settings)
+    if settings.valid_in:
+        _check_overlap(found)
+    if anew:
+        say(f"{anew} of {len(every)} files were written anew as {dtype.name}, the others linked")
+    if facts.not_ended:
+        say(
+            f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
+            f"{eod_id}; where they end is known from the index"
+        )
+    if tokenizer:
+        tokenizer.save(work / "tokenizer")
+        sync_folder(work / "tokenizer")
+    fields = {
+        "name": "imported",
+        "source": f"{len(every)} files",
+        "vocab_size": vocab_size,
+        "dtype": dtype.name,
+        "eod_id": eod_id,
+        "eod_policy": "as found" if facts.not_ended else "append",
+        "bos_id": tokenizer.bos_id if tokenizer else None,
+        "splits": shards,
+        "tokenizer": tokenizer and {"folder": "tokenizer", "fingerprint": tokenizer.fingerprint()},
+        "held_out": {
+            "rule": "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own",
+            "share": settings.valid,
+        },
+        "counts": {"documents": facts.documents, "documents_without_end": facts.not_ended},
+        "input_files": {
+            "file": INPUTS,
+            "xxh3": write_lines(work / INPUTS, (json.dumps(one) for one in inputs)),
+            "files": len(inputs),
+            "bytes": total,
+        },
+        "made_with": {"python": platform.python_version(), "side_files": {}},
+    }
+    return write_manifest(work, fields)
+
+
+def _names(split: str) -> Iterator[str]:
+    number = 0
+    while True:
+        yield f"{split}-{number:05d}"
+        number += 1
+
+
+def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[int, int]:
+    problems = []
+    if tokenizer is None and (settings.vocab_size is None or settings.eod_id is None):
+        problems.append(
+            "TOKENIZER= is not given: name the tokenizer that made the ids, or give both "
+            'OVERRIDES="vocab_size=... eod_id=..."'
+        )
+    elif tokenizer and settings.eod_id not in (None, tokenizer.eod_id):
+        problems.append(
+            f"eod_id={settings.eod_id}: the tokenizer's end token has the id {tokenizer.eod_id}"
+        )
+    if settings.dtype not in (None, *TYPES):
+        problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
+    if settings.valid and settings.valid_in:
+        problems.append("valid= and valid_in=: give one of them")
+    try:
+        hash_limit(settings.valid)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    vocab_size = settings.vocab_size or tokenizer.vocab_size
+    return vocab_size, tokenizer.eod_id if tokenizer else settings.eod_id
+
+
+def _link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
+    """Links to a pair of files, and the entry that one pass over them gives."""
+    blocks, whole = BlockHasher(), xxhash.xxh3_128()
+    own = Facts()
+    for ids, lengths in one.chunks():
+        data = memoryview(ids).cast("B")
+        blocks.update(data)
+        whole.update(data)
+        own.add(ids, lengths, one.eod_id)
+        advance(len(data))
+    _merge(facts, own)
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).symlink_to(one.path.with_suffix(suffix).absolute())
+    side = PublishedFile(prefix.with_suffix(".xxh"))
+    side.write(blocks.side_file())
+    side.publish()
+    return {
+        "name": prefix.name,
+        "tokens": one.num_tokens,
+        "sequences": one.shard.num_sequences,
+        "documents": one.shard.num_documents,
+        "min_id": own.min_id,
+        "max_id": own.max_id,
+        "eod_count": own.eod_count,
+        "bin_bytes": one.path.stat().st_size,
+        "bin_xxh3": whole.hexdigest(),
+        "idx_bytes": one.shard.idx_path.stat().st_size,
+        "idx_xxh3": file_hash(one.shard.idx_path),
+        "xxh_xxh3": side.digest(),
+    }
+
+
+@dataclass
+class _Places:
+    """Where shards that are written anew go."""
+
+    folder: Path
+    dtype: np.dtype
+    eod_id: int
+    names: dict[str, Iterator[str]]
+    shards: dict[str, list[dict]]
+
+    def open(self, split: str) -> ShardWriter:
+        return ShardWriter(self.folder / next(self.names[split]), self.dtype, self.eod_id)
+
+
+def _rewrite(one: Foreign, split, places: _Places, settings, vocab_size, facts, advance) -> None:
+    """Write the documents of a file into shards of our own; a shard ends with the chunk that fills
+    it.
+    """
+    writers: dict[str, ShardWriter] = {}
+    limit, own = hash_limit(settings.valid), Facts()
+    for ids, lengths in one.chunks():
+        own.add(ids, lengths, one.eod_id)
+        if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
+            found = own.max_id if own.max_id >= vocab_size else own.min_id
+            raise UserError(
+                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name the "
+                "tokenizer that made it, or its vocab_size"
+            )
+        for side, mine in _sides(ids, lengths, split, limit):
+            writer = writers.get(side) or writers.setdefault(side, places.open(side))
+            writer.add_many(ids[np.repeat(mine, lengths)] if not mine.all() else ids, lengths[mine])
+            if writer.num_tokens * places.dtype.itemsize >= SHARD_BYTES:
+                places.shards.setdefault(side, []).append(writers.pop(side).close())
+        advance(ids.nbytes)
+    for side, writer in writers.items():
+        places.shards.setdefault(side, []).append(writer.close())
+    _merge(facts, own)
+
+
+def _sides(ids, lengths, split: str, limit: int) -> Iterator[tuple[str, np.ndarray]]:
+    if not limit:
+        yield split, np.ones(len(lengths), dtype=bool)
+        return
+    documents = np.split(ids.astype("<i4"), np.cumsum(lengths)[:-1])
+    hashes = np.array([xxhash.xxh3_64_intdigest(one.data) for one in documents], dtype=np.uint64)
+    held = hashes < np.uint64(limit)
+    for side, mine in (("train", ~held), ("valid", held)):
+        if mine.any():
+            yield side, mine
+
+
+def _merge(facts: Facts, own: Facts) -> None:
+    for one in fields(Facts):
+        a, b = getattr(facts, one.name), getattr(own, one.name)
+        if one.name in ("min_id", "max_id"):
+            known = [value for value in (a, b) if value is not None]
+            pick = min if one.name == "min_id" else max
+            setattr(facts, one.name, pick(known) if known else None)
+        else:
+            setattr(facts, one.name, a + b)
+
+
+def _check(facts: Facts, shards, vocab_size: int, settings: ImportSettings) -> None:
+    problems = []
+    if facts.max_id is None or not any(shard["tokens"] for shard in shards["train"]):
+        problems.append("IN: holds no tokens to train on")
+    elif facts.max_id >= vocab_size or facts.min_id < 0:
+        problems.append(
+            f"IN: holds the ids {facts.min_id} to {facts.max_id}, expected 0 to {vocab_size - 1}; "
+            "name the tokenizer that made them, or their vocab_size"
+        )
+    if settings.valid and not shards.get("valid"):
+        problems.append(f"valid={settings.valid}: no document is held out; hold out more")
+    if problems:
+        raise UserError(*problems)
+
+
+def _check_overlap(found: dict[str, list[Foreign]]) -> None:
+    """A document of valid_in must not be in IN. Only documents of a held-out length are hashed."""
+    held = {xxhash.xxh3_128_digest(one) for file in found["valid"] for one in _documents(file)}
+    sizes = np.unique(
+        np.concatenate([lengths for f in found["valid"] for _, lengths in f.chunks()])
+    )
+    both = sum(
+        xxhash.xxh3_128_digest(one) in held
+        for file in found["train"]
+        for one in _documents(file, sizes)
+    )
+    if both:
+        raise UserError(
+            f"valid_in: {both} documents of IN are also held out; take them out, or hold out by "
+            "hash: OVERRIDES=valid=0.01"
+        )
+
+
+def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes]:
+    for ids, lengths in file.chunks():
+        stops = np.cumsum(lengths)
+        mine = lengths > 0 if sizes is None else np.isin(lengths, sizes) & (lengths > 0)
+        for number in np.flatnonzero(mine):
+            stop = int(stops[number])
+            yield ids[stop - int(lengths[number]) : stop].astype("<i8").tobytes()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.importing",
+        description="Make a corpus of tokenized files.",
+        epilog=f"knobs:\n{knob_lines(ImportSettings)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--in", dest="source", required=True, help="prefix, file, folder or glob")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json")
+    parser.add_argument("settings", nargs="*", help="knob=value")
+    options = parser.parse_args(arguments)
+
+    def say(text: str) -> None:
+        print(f"corpus {options.out}: {text}", file=sys.stderr, flush=True)
+
+    try:
+        if not options.source or options.out.name in ("", ".."):
+            raise UserError(
+                "IN= and OUT= must be given, OUT as a new folder (see docs/own-data.md)"
+            )
+        settings = read_words(ImportSettings, options.settings, "make corpus-import")
+        name = options.tokenizer
+        tokenizer = open_tokenizer(name, settings.eod) if name else None
+        manifest = import_corpus(options.source, options.out, tokenizer, settings, say)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for line in report_lines(options.out, manifest):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

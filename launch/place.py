@@ -1,0 +1,73 @@
+"""Where a run is to start, from the command line and the environment: here, a hostfile, or SLURM.
+
+The one rule: a hostfile that is named wins; inside a SLURM allocation of ours (`--slurm`) the hosts
+are the allocation's; else it is this machine. Nothing is guessed from variables that lie around.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cluster import Cluster
+from launch.hostfile import MOST_SLOTS, Host, choose, expand, read_hosts
+from recipes.schema import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Place:
+    """Hosts that can be reached, and variables that the user wants to go along."""
+
+    cluster: Cluster
+    named: tuple[str, ...]
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The options that say where; an empty text means not given."""
+    parser.add_argument("--hostfile", default="", help="hosts, as in DeepSpeed: NAME slots=N")
+    parser.add_argument("--include", default="", help="only these: NAME[:SLOT,SLOT]@NAME...")
+    parser.add_argument("--exclude", default="", help="all but these")
+    parser.add_argument("--via", default="", help="ssh (default) or pdsh")
+    parser.add_argument("--ssh", default="", help="the ssh command with your options")
+    parser.add_argument("--pass", dest="named", default="", help="variables that go along besides")
+    parser.add_argument("--slurm", action="store_true", help="the hosts of this SLURM job, by srun")
+
+
+def read_place(options: argparse.Namespace) -> Place | None:
+    """The hosts that are meant; None = this machine. Raises UserError."""
+    named = tuple(options.named.replace(",", " ").split())
+    if options.slurm:
+        hosts = choose(slurm_hosts(os.environ), options.include, options.exclude)
+        return Place(Cluster(hosts, ROOT, "srun"), named)
+    if options.hostfile:
+        hosts = read_hosts(Path(options.hostfile), options.include, options.exclude)
+        via = options.via or "ssh"
+        return Place(Cluster(hosts, ROOT, via, options.ssh or "ssh"), named)
+    for variable, value in (
+        ("INCLUDE", options.include),
+        ("EXCLUDE", options.exclude),
+        ("VIA", options.via),
+        ("SSH", options.ssh),
+        ("PASS", options.named),
+    ):
+        if value:
+            raise UserError(f"{variable}={value} has no effect without HOSTFILE=")
+    return None
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:
+    """The hosts of the SLURM job around this process. Raises UserError outside of one."""
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        raise UserError(
+            "--slurm: there is no SLURM job here (SLURM_JOB_NODELIST is not set); submit"
+            " launch/slurm.sbatch, or start inside salloc"
+        )
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    slots = int(gpus) if gpus.isdigit() and int(gpus) else MOST_SLOTS
+    return [Host(name, slots) for name in expand(nodes)]

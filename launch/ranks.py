@@ -1,0 +1,257 @@
+"""The ranks of one host: started, watched, stopped, their output kept. What a node agent drives.
+
+    start -> output lines ... end of each rank -> (one failed: the others get a moment, then stop)
+
+The one rule: when `wait` returns none of them lives, however it went; and if this process is killed
+the kernel kills them. torchrun is not used for this: it hides exit statuses (93 becomes 1), waits
+30 s for a stopped process, prints tracebacks of its own and imports torch first. The variables are
+torchrun's, so the entry runs under either. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from launch.outcome import End
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
+# After the first failure the others lose their connections and say so; this long they may.
+OTHERS_S = 5.0
+GRACE_S = 30.0  # from a request to stop to SIGKILL; a rank may be saving
+FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
+KEPT_LINES = 200
+LONGEST_LINE = 65_536
+
+# (local rank, "out" or "err", line with its end)
+Show = Callable[[int, str, bytes], None]
+
+
+def rank_variables(
+    node: int, nodes: int, per_node: int, local: int, address: str, port: int
+) -> dict[str, str]:
+    """What torchrun would tell a rank, with ranks in the order of the hosts."""
+    values = {
+        "RANK": node * per_node + local,
+        "WORLD_SIZE": nodes * per_node,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+class RunLogs:
+    """Log files in a run's folder, opened when the run has made it: a refused run leaves none.
+
+    The folder is this run's own as soon as its `mark` has been written anew.
+    """
+
+    def __init__(self, folder: Path | None, mark: str = "recipe.yaml"):
+        self._folder, self._mark = folder, mark
+        self._before = self._stamp()
+        self._files: dict[str, object] = {}
+        self._waiting: dict[str, deque[bytes]] = {}
+        self._guard = threading.Lock()
+
+    def path(self, name: str) -> str | None:
+        """Where the log is, if there is one."""
+        return str(self._folder / "logs" / name) if name in self._files else None
+
+    def write(self, name: str, line: bytes) -> None:
+        """Add a line to the log `name`; a full disk costs the log, not the run."""
+        with self._guard:
+            self._waiting.setdefault(name, deque(maxlen=10_000)).append(line)
+        self.flush(name)
+
+    def flush(self, *names: str) -> None:
+        """Write what waits, of all logs or of some, if the folder has come."""
+        with self._guard:
+            for name in names or tuple(self._waiting):
+                waiting = self._waiting[name]
+                with contextlib.suppress(OSError):
+                    if waiting and (file := self._files.get(name) or self._open(name)):
+                        file.write(b"".join(waiting))
+                        waiting.clear()
+
+    def close(self) -> None:
+        """End all files."""
+        self.flush()
+        for file in self._files.values():
+            file.close()
+
+    def _open(self, name: str):
+        if self._folder is None or self._stamp() in (None, self._before):
+            return None
+        (self._folder / "logs").mkdir(exist_ok=True)
+        self._files[name] = open(self._folder / "logs" / name, "ab", buffering=0)  # noqa: SIM115
+        return self._files[name]
+
+    def _stamp(self) -> tuple[int, int] | None:
+        if self._folder is None:
+            return None
+        try:
+            found = os.stat(self._folder / self._mark)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+
+class Ranks:
+    """The ranks of this host. `show` gets their output, `ended` each end, both from threads."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        folder: Path,
+        show: Show,
+        ended: Callable[[End], None] = lambda end: None,
+        logs: RunLogs | None = None,
+        keeps_terminal: bool = False,
+    ):
+        self._show, self._ended, self._logs = show, ended, logs or RunLogs(None)
+        self._started = time.monotonic()
+        self._events = threading.Condition()
+        self._asked: int | None = None  # the signal that everything must end by
+        self._hurry = False
+        self._ends: list[End] = []
+        self._stopping: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen] = []
+        self._numbers = [int(environment["RANK"]) for environment in environments]
+        try:
+            for local, environment in enumerate(environments):
+                # A live line that is drawn over and over needs the terminal itself.
+                is_live = keeps_terminal and local == 0 and sys.stdout.isatty()
+                process = subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if is_live else subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,  # noqa: PLW1509  one system call
+                )
+                self._processes.append(process)
+        except OSError:
+            for process in self._processes:
+                process.kill()
+            raise
+        for local, process in enumerate(self._processes):
+            began = f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}"
+            line = f"== rank {self._numbers[local]}, process {process.pid}, {began}\n"
+            self._logs.write(log_name(self._numbers[local]), line.encode())
+            thread = threading.Thread(target=self._follow, args=(local, process), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self, by: int = signal.SIGTERM) -> None:
+        """Ask every rank to end by a signal; asked twice, they are killed at once. From anywhere,
+        also from a signal handler."""
+        if self._asked is None:
+            self._asked = by
+        else:
+            self._hurry = True
+
+    def wait(self) -> list[End]:
+        """Until no rank lives: the ends of all, in the order in which they came."""
+        kill_at, signalled, flush_at = None, None, 0.0
+        try:
+            while len(self._ends) < len(self._processes):
+                with self._events:
+                    self._events.wait(0.1)
+                now = time.monotonic()
+                if now >= flush_at:
+                    self._logs.flush()
+                    flush_at = now + FLUSH_S
+                if self._asked is not None and signalled is None:
+                    signalled = self._asked
+                    self._signal(signalled)
+                    kill_at = now + GRACE_S
+                failed = [end for end in self._ends if end.status != 0]
+                if failed and kill_at is None:
+                    kill_at = now + OTHERS_S
+                if self._hurry or (kill_at is not None and now >= kill_at):
+                    self._signal(signal.SIGKILL)
+                    kill_at, self._hurry = now + 1, False
+        finally:
+            self._signal(signal.SIGKILL)
+            for thread in self._threads:
+                thread.join(timeout=5)
+            self._logs.close()
+        return self._ends
+
+    def _signal(self, number: int) -> None:
+        for local, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._stopping.add(local)
+                try:
+                    # The whole session: a rank may have started compilers or loaders.
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    process.send_signal(number)
+
+    def _follow(self, local: int, process: subprocess.Popen) -> None:
+        """Pass the output of one rank on, then report its end."""
+        rank = self._numbers[local]
+        name = log_name(rank)
+        last: deque[str] = deque(maxlen=KEPT_LINES)
+
+        def read(stream, kind: str) -> None:
+            while line := stream.readline(LONGEST_LINE):
+                if kind == "err":
+                    last.append(line.decode(errors="replace").rstrip("\r\n"))
+                self._logs.write(name, line)
+                self._show(local, kind, line)
+
+        streams = [(process.stdout, "out"), (process.stderr, "err")]
+        readers = [
+            threading.Thread(target=read, args=pair, daemon=True) for pair in streams if pair[0]
+        ]
+        for reader in readers:
+            reader.start()
+        status = process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what the rank started and left behind
+        for reader in readers:
+            # A grandchild may hold the pipe open; what the rank itself said is there by now.
+            reader.join(timeout=2)
+        end = End(
+            rank=rank,
+            status=status,
+            after_s=time.monotonic() - self._started,
+            was_stopped=local in self._stopping,
+            last=tuple(last),
+            log=self._logs.path(name),
+        )
+        self._ended(end)
+        with self._events:
+            self._ends.append(end)
+            self._events.notify()
+
+
+def log_name(rank: int) -> str:
+    """File name of a rank's log; lives of a run follow each other in it."""
+    return f"rank-{rank:05d}.log"
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it dies. Between fork and exec."""
+    if sys.platform.startswith("linux"):
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

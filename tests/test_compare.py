@@ -1,0 +1,488 @@
+"""compare/: names and order of a sweep's runs, what a report says, all from hand-made records.
+
+Nothing is trained here; test_sweep.py starts the real thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import statistics
+
+import pytest
+from matplotlib.text import Text
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams
+
+from compare import board, folder, pictures, profile, report, results, runner, sweep
+from compare.report import Comparison, markdown, terminal
+from compare.results import Side, read_run
+from compare.variants import Plan, plan
+from data.ledger import Ledger
+from data.schedule import read_schedule
+from recipes.compose import compose, recipe_yaml, sweep_values
+from recipes.schema import UserError
+from runtime.clock import StepTimes
+from runtime.metrics import MetricsWriter, summary
+from runtime.records import read_metrics
+from runtime.settle import settle
+
+MIB = 2**20
+
+
+def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) -> Plan:
+    """The plan of `make compare RECIPE=tiny SWEEP=...`."""
+
+    def settled(recipe):
+        return settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+
+    return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, settled)
+
+
+def problems_of(*sweep: str, **options) -> list[str]:
+    with pytest.raises(UserError) as refusal:
+        planned(*sweep, **options)
+    return refusal.value.problems
+
+
+# ---- the plan
+
+
+def test_rounds_are_interleaved_and_every_run_has_a_name_of_its_own():
+    wanted = planned("zero=1,2", "micro_batch=1,2")
+    assert [variant.label for variant in wanted.variants] == [
+        "zero=1 micro_batch=1",
+        "zero=1 micro_batch=2",
+        "zero=2 micro_batch=1",
+        "zero=2 micro_batch=2",
+    ]
+    runs = [turn.run for turn in wanted.turns()]
+    assert runs[:2] == ["tiny-by-zero-micro_batch.zero-1.micro_batch-1.r1",
+                        "tiny-by-zero-micro_batch.zero-1.micro_batch-2.r1"]  # fmt: skip
+    assert [turn.round for turn in wanted.turns()] == [1] * 4 + [2] * 4
+    assert len(set(runs)) == 8
+    words = wanted.words(wanted.turns()[5])
+    assert words[0] == "recipe=tiny"
+    assert words[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
+    assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(words)
+    assert {"eval_tokens=0", "eval_every=0"} < set(words)
+
+
+def test_hydras_lists_choices_and_ranges_are_understood():
+    assert sweep_values(["optim.lr=choice(1e-3,2e-3)", "seed=range(1,4)", "data=sotu,mine"]) == {
+        "optim.lr": ["optim.lr=0.001", "optim.lr=0.002"],
+        "seed": ["seed=1", "seed=2", "seed=3"],
+        "data": ["data=sotu", "data=mine"],
+    }
+    assert sweep_values(["batch_tokens=[[0,2048],[3,4096]],2048"]) == {
+        "batch_tokens": ["batch_tokens=[[0,2048],[3,4096]]", "batch_tokens=2048"]
+    }
+
+
+@pytest.mark.parametrize("word", ["zero", "zero=1,", "optim.lr=interval(0,1)", "zero=glob(*)"])
+def test_a_malformed_sweep_is_refused(word):
+    [problem] = problems_of(word)
+    assert f"sweep {word!r} is malformed" in problem
+
+
+def test_names_that_folders_do_not_take_are_replaced():
+    wanted = planned("batch_tokens=[[0,2048],[3,4096]],2048")
+    assert [v.slug for v in wanted.variants] == [
+        "batch_tokens-0-2048-3-4096", "batch_tokens-2048",
+    ]  # fmt: skip
+    meeting = planned("data.sources.prose.max_epochs=1.5,2.5", "ds.zero_optimization.round_robin"
+                      "_gradients=true,false", name="n" * 60)  # fmt: skip
+    assert [v.slug for v in meeting.variants] == ["v001", "v002", "v003", "v004"]
+    assert max(len(turn.run) for turn in meeting.turns()) <= 100
+
+
+def test_every_problem_of_every_variant_is_told_before_anything_starts():
+    found = problems_of("zero=1,4", "micro_batch=2,3")
+    assert any(line.startswith("zero=4 micro_batch=2") and "zero=4" in line for line in found)
+    assert any("micro_batch=3" in line and "2048" in line for line in found)
+    assert len(found) == 2
+    # what is wrong with the recipe, and so with every variant, is told once
+    shared = problems_of("zero=1,2,3", overrides=["optim.lr=-1"])
+    assert len(shared) == 1
+    assert shared[0].startswith("optim.lr=-1")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (["zero=1"], {}, "one variant, nothing to compare"),
+        ([], {}, "one variant, nothing to compare"),
+        (["zero=1,1"], {}, "zero=1 stands there twice"),
+        (["zero=1,2", "zero=3"], {}, "zero is given twice"),
+        (["run=a,b"], {}, "SWEEP sets run: the comparison names its runs"),
+        (["zero=1,2"], {"overrides": ["stop_after=3"]}, "OVERRIDES sets stop_after"),
+        (["zero=1,2"], {"overrides": ["zero=3"]}, "zero stands in SWEEP and in OVERRIDES"),
+        (["recipe=tiny,1b"], {}, "SWEEP sets recipe"),
+        (["zero=1,2"], {"steps": 300}, "STEPS=300 is more than the 200 steps of tiny"),
+        (["zero=1,2"], {"name": "a/b"}, "NAME='a/b' is not a folder name"),
+        (["zero=1,2"], {"name": "a=b"}, "without '='"),
+        (["zero=1,2"], {"name": "n" * 99}, "too long for its runs' names"),
+        (["seed=range(0,2000)"], {}, "more than 1000 runs"),
+        (["zero=1,2"], {"ranks": 3}, "batch_tokens=2048"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(words, options, said):
+    assert said in "\n".join(problems_of(*words, **options))
+
+
+def test_counts_given_wrong_are_refused_together(capsys):
+    arguments = ["--sweep", "zero=1,2", "--steps", "2", "--repeats", "x", "--nproc", "0"]
+    assert sweep.main(arguments) == 93
+    said = capsys.readouterr().err
+    assert "STEPS='2' is not a number from 3" in said
+    assert "REPEATS='x'" in said
+    assert "NPROC='0'" in said
+
+
+def test_a_folder_says_what_it_compares_and_refuses_another(tmp_path):
+    place = tmp_path / "cmp"
+    wanted = planned("zero=1,2").as_dict()
+    folder.open_comparison(place, wanted).close()
+    folder.open_comparison(place, wanted).close()  # goes on
+    folder.open_comparison(place, planned("zero=1,2", repeats=5).as_dict()).close()  # more rounds
+    with pytest.raises(UserError, match=r"another comparison \(steps 20 there, 30 now\)"):
+        folder.open_comparison(place, planned("zero=1,2", steps=30).as_dict())
+    edited = json.loads(json.dumps(wanted))
+    edited["variants"][0]["digest"] = "0"
+    with pytest.raises(UserError, match="the recipe has changed since"):
+        folder.open_comparison(place, edited)
+    held = folder.open_comparison(place, wanted)
+    with pytest.raises(UserError, match="another process is writing"):
+        folder.open_comparison(place, wanted)
+    held.close()
+    # rounds on record are its own, also when fewer were asked for since; others are strangers
+    again = planned("zero=1,2", repeats=6, name="cmp")
+    for name in (again.by_round()[5][0], again.by_round()[6][1]):
+        (tmp_path / name).mkdir()
+    folder.refuse_strangers(place, planned("zero=1,2", repeats=5, name="cmp").by_round())
+    with pytest.raises(UserError, match=r"cmp\.zero-2\.r6 is there already"):
+        folder.refuse_strangers(place, again.by_round())
+    with pytest.raises(UserError, match=r"cmp\.zero-1\.r5 and 1 more is there already"):
+        folder.refuse_strangers(tmp_path / "new", again.by_round())
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="is not the folder of a comparison"):
+        folder.open_comparison(tmp_path / "run", wanted)
+
+
+# ---- why a run failed
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "said"),
+    [
+        ("$ x\nrefused: cluster.device=cuda but\n", 93, "cluster.device=cuda but"),
+        (
+            "$ x\n[rank1]: Traceback\n[rank1]:   File\n"
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+            1,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+        ),
+        ("$ x\n exitcode : -9 (pid: 3)\n Signal 9 (SIGKILL) received by PID 3\n", 1, "SIGKILL"),
+        ("$ x\nstep 1\n", -15, "signal 15 (SIGTERM)"),
+        ("$ x\nValueError: old\n\n$ x\nstep 1\n", 7, "exit status 7"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line_from_the_log(tmp_path, monkeypatch, log, status, said):
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    path = tmp_path / "run.log"
+    path.write_text(log)
+    reason = runner.why(tmp_path / "none", path, status)
+    assert said in reason
+    assert reason.endswith("; see run.log")
+    assert "\n" not in reason
+
+
+# ---- reports of hand-made runs
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes the record of a run as a run does, with given seconds of each step."""
+
+    def make(name, seconds, *words, losses=None, sent=None, peaks=(1.5, 1.25), surroundings=None):
+        place = tmp_path / name
+        place.mkdir()
+        recipe = compose("tiny", [f"run={name}", *words]).recipe
+        ranks = 2
+        schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+        settled = settle(recipe, ranks, schedule)
+        (place / "recipe.yaml").write_text(recipe_yaml(recipe))
+        (place / "layout.json").write_text(json.dumps(settled.layout.as_dict()))
+        around = {"commit": "c" * 40, "torch": "2.13", "cores": 2, **(surroundings or {})}
+        (place / "environment.json").write_text(json.dumps(around))
+        writer = MetricsWriter(place, world=ranks, tensorboard=False)
+        ledger = Ledger(place / "ledger")
+        for step, step_s in enumerate(seconds, start=1):
+            tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
+            writer.step(
+                step,
+                loss=9.0 - step if losses is None else losses[step - 1],
+                grad_norm=1.0,
+                lr=1e-3,
+                tokens=schedule.tokens_after(step),
+                tokens_per_step=tokens,
+                targets=tokens,
+                times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
+                accumulation=2,
+                communication_bytes=sent,
+            )
+            ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
+                          f"-{step}", tokens=tokens, targets=tokens, sources={})  # fmt: skip
+        ledger.close()
+        writer.event("finished", peak_memory_gib=list(peaks))
+        writer.close()
+        return place
+
+    return make
+
+
+@pytest.fixture
+def two_sides(make_run):
+    """Two variants, two rounds; the second round ran on a machine half as fast."""
+    gather = {"all_gather": 4 * MIB, "all_reduce": 8}
+    a = Side("zero=1")
+    b = Side("zero=2")
+    for side, word, seconds in ((a, "zero=1", [1.0, 1.5, 2.0]), (b, "zero=2", [2.0, 2.5, 4.0])):
+        for number, slower in ((1, 1), (2, 2)):
+            times = [60.0, *(slower * each for each in seconds)]
+            made = make_run(f"{word.replace('=', '-')}.r{number}", times, word, sent=gather)
+            side.runs.append(read_run(made, number))
+    return Comparison("cmp", "make compare ...", [a, b], True)
+
+
+def row(text: str, label: str) -> list[str]:
+    """Cells of the first table row of `label`."""
+    [line, *_] = [line for line in text.splitlines() if line.startswith(f"| `{label}` |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_agrees_with_the_runs_own_metrics_to_the_digit(two_sides, tmp_path):
+    text = markdown(two_sides)
+    for side in two_sides.sides:
+        lines = [
+            line
+            for run in side.runs
+            for line in read_metrics(tmp_path / run.name)
+            if line["step"] > 1
+        ]
+        low, middle, high = statistics.quantiles(
+            [line["tokens_per_s"] for line in lines], n=4, method="inclusive"
+        )
+        cells = row(text, side.label)
+        assert cells[1] == f"{middle:,.0f} [{low:,.0f} to {high:,.0f}]"
+        assert cells[3] == f"{statistics.median(line['step_s'] for line in lines):.4g}"
+        assert cells[4] == "1.500 (lowest 1.250)"
+        assert cells[5] == f"{4 + 8 / MIB:,.4g}"
+        for run in side.runs:
+            own = summary(tmp_path / run.name)
+            own_cells = [c.strip() for line in text.splitlines() if f"| {run.name} |" in line
+                         for c in line.strip("|").split("|")]  # fmt: skip
+            assert own_cells[1].startswith(f"{own['tokens_per_s']:,.0f} [")
+    # the warm-up step of 60 s is in no number; rounds are paired: both gave 0.6 or so, not 0.3
+    assert row(text, "zero=2")[2] == f"{1.5 / 2.5:.3f}"
+    assert "Losses agree" in text
+    assert "MFU: not known" in text
+
+
+def test_a_busy_machine_is_said(two_sides):
+    busy = dataclasses.replace(two_sides, loads=[0.5, 20.25])
+    assert "load average before the runs 0.5 to 20.2" in markdown(busy)
+    assert "**THE MACHINE WAS BUSY: load average up to 20.2 on 2 cores" in markdown(busy)
+    quiet = dataclasses.replace(two_sides, loads=[0.5, 2.5])
+    assert "BUSY" not in markdown(quiet)
+
+
+def test_communication_is_reported_by_kind(two_sides):
+    section = markdown(two_sides).partition("## Communication")[2]
+    assert "|  | all_gather | all_reduce |" in section
+    assert row(section, "zero=1")[1:] == ["4", "8 bytes"]
+
+
+def test_losses_that_differ_are_said_loudly(two_sides, make_run, monkeypatch, tmp_path, capsys):
+    made = make_run("z3", [9, 1, 1, 1], "zero=3", losses=[8.0, 7.0, 6.0 * (1 + 2e-6), 5.0])
+    two_sides.sides.append(Side("zero=3", [read_run(made)]))
+    result = two_sides.agreement()
+    assert result.is_broken
+    assert result.at == (3, "z3")
+    assert result.largest == pytest.approx(2e-6)
+    assert result.by_side["zero=2"] == 0
+    assert "**LOSSES DO NOT AGREE: 2e-06 apart at step 3 in z3" in markdown(two_sides)
+    assert "WARNING: LOSSES DO NOT AGREE" in terminal(two_sides)
+    monkeypatch.setattr(sweep.pictures, "draw", lambda shown, folder: ())
+    assert sweep.report(two_sides, tmp_path) == 1
+    # within the bound, and a loss that is not finite
+    base, near, bad = ({1: 8.0}, {1: 8.0 * (1 + 9e-7)}, {1: None})
+    assert results.difference(base[1], near[1]) < results.SAME_LOSS
+    assert results.difference(base[1], bad[1]) == float("inf")
+
+
+def test_runs_that_do_other_work_are_noted_not_judged(make_run):
+    sides = [
+        Side("a", [read_run(make_run("a", [9, 1, 1]))]),
+        Side("b", [read_run(make_run("b", [9, 1, 1], "batch_tokens=4096", "seed=5",
+                                     losses=[7.0, 7.0, 7.0], surroundings={"torch": "2.12"}))]),
+    ]  # fmt: skip
+    text = markdown(Comparison("a-vs-b", "make compare", sides, False))
+    assert "NOT THE SAME WORK: batch_tokens differ" in text
+    assert "NOT THE SAME SURROUNDINGS: torch differs" in text
+    assert "Losses are not compared: the runs differ in seed, batch_tokens" in text
+    assert "DO NOT AGREE" not in text
+    assert "| batch_tokens | 2048 | 4096 |" in text
+
+
+def test_other_batches_under_the_same_recipe_are_found_by_the_ledger(make_run):
+    one, two = (read_run(make_run(name, [9, 1, 1])) for name in ("one", "two"))
+    two = dataclasses.replace(two, batches=dict.fromkeys(two.batches, "other"))
+    result = results.agreement([Side("one", [one]), Side("two", [two])])
+    assert not result.same_data
+    assert "not trained on the same batches" in result.reason
+
+
+def test_a_bf16_comparison_has_no_bound(make_run):
+    sides = [Side(name, [read_run(make_run(name, [9, 1, 1], "precision=bf16", f"zero={zero}",
+                                           losses=[8.0, 7.0, 6.0 + zero / 1000]))])
+             for name, zero in (("one", 1), ("two", 2))]  # fmt: skip
+    assert not results.agreement(sides).is_broken
+    assert "no bound outside fp32" in markdown(Comparison("c", "", sides, True))
+
+
+def test_a_failed_variant_is_a_row_with_its_reason(two_sides, tmp_path):
+    two_sides.sides.insert(0, Side("zero=3", reason="out | of memory; see a.log"))
+    text = markdown(two_sides)
+    assert "| `zero=3` | failed: out \\| of memory; see a.log |" in text
+    assert row(text, "zero=1")[2] == "1"  # the first that ran is the base
+    pictures.draw(two_sides, tmp_path)
+    board.write(two_sides, tmp_path)
+    assert not (tmp_path / "tensorboard" / "zero=3").exists()
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ("a", "names 1 runs; give two or more"),
+        ("a a b", "a stands there twice"),
+        ("a none", "none: no record of a run"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys, runs, said):
+    for name in ("a", "b"):
+        made = make_run(name, [9, 1, 1])
+    monkeypatch.setattr(sweep, "RUNS", made.parent)
+    assert sweep.main(["--runs", runs]) == 93
+    assert said in capsys.readouterr().err
+    assert sweep.main(["--runs", "a b", "--sweep", "zero=1,2"]) == 93
+    assert "RUNS and SWEEP" in capsys.readouterr().err
+
+
+# ---- what is looked at
+
+
+def beyond_their_axis(figure) -> set[Text]:
+    """Labels of ticks that are not drawn because their axis ends before."""
+    found = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if not low <= tick.get_loc() <= high:
+                    found |= {tick.label1, tick.label2}
+    return found
+
+
+def test_pictures_show_every_name_whole(two_sides):
+    two_sides.sides.append(Side("zero=3 ds.zero_optimization.overlap_comm=true micro_batch=16",
+                                reason="no"))  # fmt: skip
+    for figure in (pictures.speed(two_sides), pictures.losses(two_sides)):
+        figure.canvas.draw()
+        width, height = figure.canvas.get_width_height()
+        seen = set()
+        for text in set(figure.findobj(Text)) - beyond_their_axis(figure):
+            if not text.get_text().strip() or not text.get_visible():
+                continue
+            box = text.get_window_extent()
+            seen.add(text.get_text())
+            assert box.x0 >= -1, text.get_text()
+            assert box.x1 <= width + 1, text.get_text()
+            assert box.y0 >= -1, text.get_text()
+            assert box.y1 <= height + 1, text.get_text()
+        assert {"zero=1", "zero=2"} <= seen
+
+
+def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides, tmp_path):
+    pictures_of = pictures.draw(two_sides, tmp_path)
+    shown = dataclasses.replace(two_sides, pictures=pictures_of)
+    board.write(shown, tmp_path)
+    board.write(shown, tmp_path)  # written anew, not beside
+    place = tmp_path / "tensorboard"
+    assert sorted(path.name for path in place.iterdir()) == ["report", "zero=1", "zero=2"]
+    for side in shown.sides:
+        seen = EventAccumulator(str(place / side.label)).Reload()
+        speeds = {event.step: event.value for event in seen.Scalars("throughput/tokens_per_s")}
+        assert sorted(speeds) == [2, 3, 4]  # without the warm-up step
+        assert [event.step for event in seen.Scalars("loss/train")] == [1, 2, 3, 4]
+        [result] = seen.Scalars("result/tokens_per_s")
+        assert result.value == pytest.approx(side.median("tokens_per_s"), rel=1e-6)
+        content = seen.PluginTagToContent("hparams")
+        session = hparams.parse_session_start_info_plugin_data(
+            content[hparams.SESSION_START_INFO_TAG]
+        )
+        assert dict(session.hparams).keys() == {"zero"}
+        experiment = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
+        titles = [info.display_name for info in experiment.metric_infos]
+        assert titles[:2] == ["tokens/s, all ranks (median)", "peak memory of a rank, GiB"]
+        assert not any("MFU" in title for title in titles)  # not known: no empty column
+    seen = EventAccumulator(str(place / "report")).Reload()
+    assert sorted(seen.Tags()["images"]) == ["cmp/losses", "cmp/speed"]
+    [picture] = seen.Images("cmp/speed")
+    assert picture.width > 1000
+    assert re.search(r"# cmp", seen.Tensors("cmp/report")[0].tensor_proto.string_val[0].decode())
+
+
+# ---- profile
+
+
+def test_a_profile_is_refused_with_every_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profile, "RUNS", tmp_path)
+    assert profile.main(["--run", "none", "--steps", "9", "--nproc", "x", "--"]) == 93
+    said = capsys.readouterr().err
+    assert "RUN=none: there is no run" in said
+    assert "STEPS='9' is not a range of steps" in said
+    assert "NPROC='x'" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["log.profile=5:5"], "log.profile='5:5' holds no step"),
+        (["log.profile=0:2"], "holds no step; steps count from 1"),
+        (["log.profile=a:b"], "is not a range of steps"),
+        (["log.profile=10:15", "stop_after=12"], "goes past the last step, 12; end it at 13"),
+        (["log.profile=210:215"], "begins after the last step, 200"),
+    ],
+)
+def test_steps_to_profile_that_do_not_exist_are_refused(words, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        compose("tiny", words)
+
+
+def test_operators_are_sorted_into_kinds():
+    assert profile.kind_of("aten::addmm") == "matrix products"
+    assert profile.kind_of("nccl:all_reduce") == "communication"
+    assert profile.kind_of("aten::_scaled_dot_product_flash_attention") == "attention"
+    assert profile.kind_of("aten::_fused_adamw_") == "optimizer"
+    assert profile.kind_of("aten::copy_") == "copies and fills"
+    assert profile.kind_of("phase compute") == "waiting, and Python between operators"
+    assert profile.kind_of("aten::mul") == profile.REST
+
+
+def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
+    two_sides.sides.append(Side("zero=3", reason="no"))
+    for rows in (report.main_rows(two_sides), report.run_rows(two_sides)):
+        assert {len(cells) for cells in rows} == {len(rows[0])}

@@ -1,0 +1,129 @@
+"""launch/facts.py and launch/network.py: what a host says about itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ranks import ROOT
+
+from launch import facts, network
+from recipes.schema import UserError
+
+
+def fake_tool(folder: Path, monkeypatch, script: str) -> None:
+    """An nvidia-smi of our own."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_every_file_that_can_change_a_run_counts_and_tests_do_not():
+    found = facts.code(ROOT)
+    assert {
+        "pretrain.py",
+        "runtime/engine.py",
+        "recipes/tiny.yaml",
+        "ds_configs/zero1.json",
+    } <= set(found)
+    assert "recipes/model/llama-tiny.yaml" in found or any(
+        name.startswith("recipes/model/") for name in found
+    )
+    assert not [name for name in found if name.startswith(("tests/", "runs/", "benchmarks/"))]
+
+
+def test_cards_are_read_from_nvidia_smi(tmp_path, monkeypatch):
+    rows = [
+        "0, NVIDIA H200, 570.1, 143771, 4, 33, 0",
+        "1, NVIDIA H200, 570.1, 143771, 4, 35, [N/A]",
+    ]
+    script = "; ".join(f"echo '{row}'" for row in rows)
+    fake_tool(tmp_path, monkeypatch, script)
+    first, second = facts.gpus()["cards"]
+    assert first["name"] == "NVIDIA H200"
+    assert second["ecc.errors.uncorrected.volatile.total"] == "[N/A]"
+
+
+def test_a_driver_that_fails_or_hangs_is_a_problem_and_not_a_wait(tmp_path, monkeypatch):
+    fake_tool(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'; exit 15")
+    assert facts.gpus() == {
+        "problem": "nvidia-smi ended with 15: Unable to determine the device handle"
+    }
+    monkeypatch.setattr(facts, "TOOL_TIMEOUT_S", 0.3)
+    fake_tool(tmp_path, monkeypatch, "exec sleep 60")
+    assert "no answer in 0.3 s" in facts.gpus()["problem"]
+
+
+def test_only_locks_that_nothing_has_touched_for_long_are_removed(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "build.ninja").touch()
+    long_ago = time.time() - 2 * facts.STALE_S
+    for path in old.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    os.utime(new / "lock", (long_ago, long_ago))  # the build beside it is under way
+    assert facts.remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == [str(old / "lock")]
+    assert not (old / "lock").exists()
+    assert (new / "lock").exists()
+
+
+def test_a_shared_folder_must_hold_the_token_and_take_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "SEEN_WITHIN_S", 0.3)
+    shared = {"folder": "mark", "token": "t"}
+    assert "No such file" in facts.sees_shared(tmp_path, shared, 1)
+    (tmp_path / "mark").mkdir()
+    (tmp_path / "mark" / "launcher").write_text("another")
+    assert "is another one" in facts.sees_shared(tmp_path, shared, 1)
+    (tmp_path / "mark" / "launcher").write_text("t")
+    assert facts.sees_shared(tmp_path, shared, 1) is None
+    assert (tmp_path / "mark" / "node-1").read_text() == "t"
+    if os.geteuid():
+        (tmp_path / "mark").chmod(stat.S_IRUSR | stat.S_IXUSR)
+        assert "Permission denied" in facts.sees_shared(tmp_path, shared, 2)
+
+
+def test_a_file_that_a_network_shows_late_is_waited_for(tmp_path):
+    (tmp_path / "mark").mkdir()
+    threading.Timer(0.5, (tmp_path / "mark" / "launcher").write_text, ["t"]).start()
+    assert facts.sees_shared(tmp_path, {"folder": "mark", "token": "t"}, 1) is None
+
+
+def test_the_port_that_was_asked_for_is_looked_at():
+    with socket.create_server(("", 0)) as server:
+        busy = server.getsockname()[1]
+        assert facts.port(busy) == {"number": busy, "is_free": False}
+    assert network.LOW_PORT <= facts.port(None)["number"] <= network.HIGH_PORT
+
+
+def test_who_knocks_with_the_token_is_let_in_and_others_are_not():
+    port = network.free_port()
+    came = {}
+    waiting = threading.Thread(
+        target=lambda: came.update(network.await_knocks(port, "token", 1, 10))
+    )
+    waiting.start()
+    with socket.socket() as stranger:
+        deadline = time.monotonic() + 5
+        while stranger.connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    way = network.knock(["no-such-host.invalid", "127.0.0.1"], port, "token", "7", 10)
+    waiting.join(10)
+    assert way == network.Way("lo", "127.0.0.1", "127.0.0.1")
+    assert list(came) == ["7"]
+
+
+def test_nobody_there_is_none_and_a_busy_port_is_named():
+    port = network.free_port()
+    assert network.knock(["127.0.0.1"], port, "token", "1", 0.3) is None
+    assert network.await_knocks(port, "token", 1, 0.3) == {}
+    with socket.create_server(("", port)), pytest.raises(UserError, match=f"port {port} on"):
+        network.await_knocks(port, "token", 1, 0.3)

@@ -1,0 +1,76 @@
+"""launch/outcome.py: one exit status out of many, and whose error is shown."""
+
+from __future__ import annotations
+
+import signal
+
+from launch.outcome import End, exit_status, explain, first_failure, last_words
+
+TRACEBACK = ("noise", "Traceback (most recent call last):", '  File "x"', "ValueError: broken")
+
+
+def test_all_ranks_well_is_0():
+    assert exit_status([End(0, 0, 1.0), End(1, 0, 2.0)]) == 0
+
+
+def test_a_refusal_is_93_although_the_others_lost_their_connection_first():
+    ends = [End(0, 1, 1.0), End(1, 93, 1.5), End(2, -9, 6.0, was_stopped=True)]
+    assert exit_status(ends) == 93
+
+
+def test_a_worker_that_ends_with_3_gives_3():
+    assert exit_status([End(1, 3, 1.0), End(0, 1, 1.2)]) == 3
+
+
+def test_a_killed_rank_is_the_cause_although_its_news_came_later():
+    ends = [End(0, 1, 1.0), End(1, -9, 1.1)]
+    assert first_failure(ends).rank == 1
+    assert exit_status(ends) == 137
+    assert exit_status([End(0, 93, 1.0), End(1, -9, 1.1)]) == 137
+
+
+def test_requeue_counts_where_every_rank_asked_for_it_or_was_finished():
+    assert exit_status([End(0, 75, 1.0), End(1, 75, 1.0)]) == 75
+    assert exit_status([End(0, 75, 1.0), End(1, 1, 1.0)]) != 75
+
+
+def test_a_stop_on_request_tells_by_which_signal_unless_all_ended_well():
+    ends = [End(0, -2, 1.0, was_stopped=True), End(1, 130, 1.0)]
+    assert exit_status(ends, signal.SIGINT) == 130
+    assert exit_status([End(0, -15, 1.0)], signal.SIGTERM) == 143
+    assert exit_status([End(0, 0, 1.0)], signal.SIGTERM) == 0
+
+
+def test_the_first_failure_is_named_with_host_log_and_its_own_words():
+    ends = [
+        End(2, 1, 7.0, host="node2", last=TRACEBACK, log="runs/x/logs/rank-00002.log"),
+        End(0, 1, 7.5, last=("Traceback (most recent call last):", "Connection closed by peer")),
+    ]
+    told = explain(ends, 4)
+    assert told[0] == (
+        "failed: rank 2 of 4 on node2 ended with exit status 1 after 7 s, first of all; its log:"
+        " runs/x/logs/rank-00002.log"
+    )
+    assert told[1:] == [
+        "  | Traceback (most recent call last):",
+        '  |   File "x"',
+        "  | ValueError: broken",
+    ]
+
+
+def test_a_refusal_needs_no_frame():
+    ends = [End(1, 93, 1.0, last=("warning: x", "refused: rank 1: shard.bin is damaged"))]
+    assert explain(ends, 2) == ["refused: rank 1: shard.bin is damaged"]
+
+
+def test_where_all_refuse_alike_the_one_that_says_why_is_shown():
+    ends = [End(1, 93, 1.0), End(0, 93, 1.1, last=("refused: zero=4",))]
+    assert explain(ends, 2) == ["refused: zero=4"]
+
+
+def test_a_kill_is_told_with_its_likely_cause():
+    assert "SIGKILL (out of memory?" in explain([End(0, -9, 3.0)], 2)[0]
+
+
+def test_without_a_traceback_the_last_lines_are_shown():
+    assert last_words(("a", "", "b")) == ["a", "b"]

@@ -1,0 +1,182 @@
+"""Whether a run goes on: never at step 0 in silence, never with another order of the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from threads import run_threads
+
+from checkpoint.comm import Alone
+from checkpoint.commit import save
+from checkpoint.index import Fragment
+from checkpoint.manifest import committed
+from checkpoint.rectangles import Box
+from checkpoint.state import RunState
+from pretrain import one_origin
+from recipes.compose import compose_command
+from recipes.schema import UserError
+from runtime.records import record_event
+from runtime.resuming import standing
+
+DATA = {"order_version": 1, "corpora": {"synthetic": "ab"}, "window_tokens": 64}
+WORDS = ["recipe=tiny", "data=synthetic", "seq_len=64", "batch_tokens=512", "steps=9", "run=r"]
+
+
+def recipe(*words):
+    return compose_command([*WORDS, *words]).recipe
+
+
+def past(step):
+    return {"data_step": step, "tokens": 512 * step, "mixture": "m", "skips": None}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with checkpoints of steps 2 and 4."""
+    (tmp_path / "recipe.yaml").write_text("")
+    for step in (2, 4):
+        state = RunState(
+            step=step,
+            tokens=512 * step,
+            optimizer_step=step,
+            seed=1,
+            recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))),
+            data=DATA | {"past": past(step)},
+            health={"skips_in_a_row": 0, "skipped_steps": 0},
+        )
+        fragment = Fragment("w", "weight", Box((4, 4), (4, 4)), 0, torch.zeros(16))
+        assert save(tmp_path, step, [fragment], state.as_dict(), Alone()).ok
+        record_event(tmp_path, "saved", life=1, step=step)
+    return tmp_path
+
+
+def stands(run, *words, last_step=9, **data):
+    return standing(run, recipe(*words), DATA | data, past, last_step)
+
+
+def damage(run, name):
+    """Cut one file of every checkpoint."""
+    for _, folder in committed(run / "checkpoints"):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-3])
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(run):
+    assert stands(run).step == 4
+    newest = run / "checkpoints" / "step-00000004"
+    shutil.rmtree(newest)
+    newest.mkdir()
+    assert stands(run).step == 2
+
+
+@pytest.mark.parametrize("name", ["rank-00000.bin", "rank-00000.json"])
+def test_a_run_is_not_finished_by_a_checkpoint_that_lost_a_file(run, name):
+    (run / "checkpoints" / "step-00000004" / name).write_bytes(b"")
+    assert stands(run, last_step=4).step == 2
+
+
+def test_step_0_is_never_chosen_in_silence_when_every_checkpoint_is_damaged(run):
+    damage(run, "MANIFEST.json")
+    with pytest.raises(UserError, match="none is whole"):
+        stands(run)
+    assert stands(run, "resume=fresh").is_new
+
+
+def test_step_0_is_never_chosen_in_silence_when_the_checkpoints_are_gone(run):
+    (run / "checkpoints").rename(run / "elsewhere")
+    with pytest.raises(UserError, match=r"a checkpoint of step 4 was saved.*resume=fresh"):
+        stands(run)
+    (run / "checkpoints").symlink_to("not-mounted")
+    with pytest.raises(UserError, match="not mounted"):
+        stands(run)
+    (run / "events.jsonl").write_text("")  # killed before its first save
+    assert stands(run).step == 0
+
+
+def rewritten(run, change):
+    """The newest checkpoint's state changed by another version of the project."""
+    from test_choose import rewritten as manifest
+
+    (run / "checkpoints" / "step-00000004").rename(run / "checkpoints" / "step-00001000")
+    manifest(run, lambda body: (body.update(step=1000), change(body)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(format=2),
+        lambda body: body["state"].update(later=1),
+        lambda body: body["state"].pop("recipe"),
+        lambda body: body["state"]["data"].pop("corpora"),
+        lambda body: body.update(state=[]),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(run, change):
+    rewritten(run, change)
+    with pytest.raises(UserError, match="version"):
+        stands(run)
+
+
+def test_shorter_sequences_keep_the_windows_that_the_order_permutes(run):
+    """data.window_tokens is by default seq_len: the order would change with it in silence."""
+    allowed = ["seq_len=32", "allow=[seq_len]"]
+    with pytest.raises(UserError, match=r"data\.window_tokens: 64 in the checkpoint, 32 now"):
+        stands(run, *allowed, window_tokens=32)
+    assert stands(run, *allowed, "data.window_tokens=64").step == 4
+
+
+def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
+    for pattern in ("'*'", "'optim.*'"):
+        with pytest.raises(UserError, match="allowed by its name"):
+            stands(run, "optim.lr=0.5", f"allow=[{pattern}]")
+    assert stands(run, "optim.lr=0.5", "allow=[optim]").step == 4
+
+
+def test_a_damaged_line_of_the_record_is_a_refusal(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "events.jsonl").write_text('{"kind": "saved"}\nnot json\n')
+    with pytest.raises(UserError, match=r"events\.jsonl line 2"):
+        stands(run)
+
+
+def test_ranks_that_found_different_weights_refuse_together():
+    """init_from=runs/x without a step, while that run saves."""
+    recipe = SimpleNamespace(init_from="runs/x")
+    for result in run_threads(2, lambda comm: one_origin(comm, recipe, f"runs/x@{comm.rank}")):
+        assert isinstance(result, UserError)
+        assert "runs/x@0 and runs/x@1" in str(result)
+    assert run_threads(2, lambda comm: one_origin(comm, recipe, "runs/x@1")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("tokens", r"Keep the past in a ramp, such as batch_tokens=\[\[0,OLD\],\[4,NEW\]\]"),
+        ("mixture", r"data.sources.NAME.weight=\[\[0,OLD\],\[4,NEW\]\]"),
+        ("skips", "let new ones begin at data step 4 or later"),
+    ],
+)
+def test_a_recipe_that_would_change_the_past_is_refused(run, field, message):
+    def other(step):
+        return past(step) | {field: "changed"}
+
+    with pytest.raises(UserError, match=message):
+        standing(run, recipe(), DATA, other, 9)
+
+
+def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
+    words = "data.sources.more={corpus: corpora/more, weight: [[0,0],[4,1]]}"
+    both = {"synthetic": "ab", "more": "cd"}
+    with pytest.raises(
+        UserError, match=r"allow it by name with allow=\[data.sources.more.weight\]"
+    ):
+        stands(run, words, corpora=both)
+    found = stands(run, words, "allow=[data.sources]", corpora=both)
+    assert found.step == 4
+    with pytest.raises(UserError, match=r"identity\.corpora\.synthetic"):
+        stands(run, words, "allow=[data.sources]", corpora={"more": "cd"})
