@@ -3,7 +3,7 @@
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
-#   RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
@@ -19,6 +19,8 @@ SSH ?=
 PASS ?=
 OVERRIDES ?=
 WORLD ?=
+RANK ?= 0
+ALL ?=
 FIND ?=
 PORT ?= 6006
 RUN ?= $(RECIPE)
@@ -43,7 +45,7 @@ WORKERS ?=
 CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
-KNOWN := RECIPE NPROC OVERRIDES WORLD FIND PORT TESTS RUN STEP PROMPT PYTHON \
+KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
 	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
@@ -73,8 +75,8 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show recipes knobs checkpoints verify export sample tensorboard bench python-given \
-	corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
+	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -93,6 +95,12 @@ doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
 	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$$WORLD") $(WORDS) "$$RECIPE"
+
+layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
+	@exec "$(PYTHON)" -m parallel.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) "--overrides=$$OVERRIDES" -- "$(RECIPE)"
+
+dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
+	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 recipes: $(READY) ## the recipes, with size and layout
 	@exec "$(PYTHON)" -m recipes.list
@@ -160,3 +168,6 @@ format: $(READY) ## ruff format and fix
 
 bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Trainer
 	@exec "$(PYTHON)" -m benchmarks.step
+
+matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
+	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")

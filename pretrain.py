@@ -37,7 +37,7 @@ from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
 from data.windows import Batch
-from parallel.layout import Layout, startable
+from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.schema import Recipe, UserError
 from runtime import process, run_folder
@@ -113,7 +113,6 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    startable(layout)
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
@@ -379,7 +378,7 @@ def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[s
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
-        "layout.json": settled.layout.as_dict(),
+        "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
         "environment.json": run_folder.environment(ROOT, me.device),
     }
@@ -413,6 +412,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {settled.num_parameters:,} parameters, {settled.total_steps} steps of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
         settled.layout.describe(),
+        *describe_places(settled.layout, run.process.local_world),
     ]
     for use in run.stream.usage(settled.last_step):
         rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""

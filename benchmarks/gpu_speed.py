@@ -150,7 +150,7 @@ def utilisation(bench: Bench) -> Iterator[Row]:
     flops = flops_per_token(work.shape_object, work.seq_len)
     for is_compiled in (False, True):
         if is_compiled:
-            compile_blocks(engine.model, "inductor" if bench.is_cuda else "eager")
+            compile_blocks(engine.model.model.layers, "inductor" if bench.is_cuda else "eager")
         for recompute in ("none", "full"):
             engine.model.recompute = recompute
             allocated(bench)

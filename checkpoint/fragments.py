@@ -6,14 +6,13 @@
                                   equal parts over the ranks, the last one padded
 
 The one rule: fragments are views of the live memory. Every element of every tensor is in the
-fragments of exactly one data-parallel rank, padding is in none. Names of attributes are those of
+written fragments of exactly one rank, padding is in none. Names of attributes are those of
 the DeepSpeed version that requirements.txt pins. Units: elements, optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,38 +27,37 @@ from checkpoint.rectangles import Box
 STEP = "step"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the parameter of this rank lies in the full model."""
-
-    name: str  # canonical, Hugging Face's
-    box: Box
-    is_written: bool = True  # false on all but one of the ranks that hold a replica
-
-
-# (name of a parameter in this rank's module, its shape there) -> Place.
-Locate = Callable[[str, tuple[int, ...]], Place]
-
-
-def whole(name: str, shape: tuple[int, ...]) -> Place:
-    """Without tensor or pipeline parallelism every rank's parameter is the full one."""
-    return Place(name, Box(shape, shape))
-
-
-def fragments(ds: Any, locate: Locate = whole) -> list[Fragment]:
+def fragments(ds: Any, tensor_index: int = 0) -> list[Fragment]:
     """Pieces of fp32 master weights and optimizer states that this rank owns, one-dim views.
 
-    Optimizer states that do not exist yet are left out: call `create_states` before.
+    `tensor_index` is the rank's place on the tensor axis: what every rank of it has is written by
+    the first. Optimizer states that do not exist yet are left out: call `create_states` before.
     """
     found = []
-    for name, shape, start, count, flat, offset in _pieces(ds):
-        place = locate(name, shape)
+    for name, parameter, shape, start, count, flat, offset in _pieces(ds):
+        box, is_written = place(parameter, shape, tensor_index)
         tensors = {WEIGHT: flat} | _states(ds, flat)
         for kind, tensor in tensors.items():
             piece = tensor.detach()[offset : offset + count]
             assert piece.dtype == torch.float32, (name, kind, piece.dtype)
-            found.append(Fragment(place.name, kind, place.box, start, piece, place.is_written))
+            found.append(Fragment(name, kind, box, start, piece, is_written))
     return found
+
+
+def place(
+    parameter: torch.nn.Parameter, shape: tuple[int, ...], tensor_index: int
+) -> tuple[Box, bool]:
+    """Where a parameter of this rank lies in the full one, and whether this rank writes it.
+
+    Marks that cuts leave on it: `shard` (`parallel.tensor.Shard`), and `is_copy` where a tied
+    weight lives on two pipeline stages and this is not the first.
+    """
+    shard = getattr(parameter, "shard", None)
+    box = Box(shape, shape)
+    if shard is not None and shard.dim is not None:
+        box = Box(shard.full, shape, shard.dim, shard.offset)
+    is_replica = box.dim is None and tensor_index > 0
+    return box, not (is_replica or getattr(parameter, "is_copy", False))
 
 
 def create_states(ds: Any) -> None:
@@ -150,8 +148,10 @@ def _partitions(ds: Any) -> Iterator[tuple[torch.Tensor, dict]]:
         raise AssertionError(f"{type(zero).__name__} has no fp32 partitions: use ZeRO 1, 2 or 3")
 
 
-def _pieces(ds: Any) -> Iterator[tuple[str, tuple[int, ...], int, int, torch.Tensor, int]]:
-    """(name, shape, first element, elements, flat partition, offset in it) of what is ours."""
+def _pieces(ds: Any) -> Iterator[tuple]:
+    """(name, parameter, its shape, first element, elements, flat partition, offset in it) of what
+    is ours.
+    """
     zero = ds.optimizer
     flats = [flat for flat, _ in _partitions(ds)]
     names = {id(parameter): name for name, parameter in ds.module.named_parameters()}
@@ -164,7 +164,7 @@ def _pieces(ds: Any) -> Iterator[tuple[str, tuple[int, ...], int, int, torch.Ten
                 count = max(0, min(part, parameter.ds_numel - start))
                 if count:
                     shape = tuple(parameter.ds_shape)
-                    yield names[id(parameter)], shape, start, count, flat, offset
+                    yield names[id(parameter)], parameter, shape, start, count, flat, offset
                 offset += part
         return
     for name, parameter in ds.module.named_parameters():
@@ -172,7 +172,8 @@ def _pieces(ds: Any) -> Iterator[tuple[str, tuple[int, ...], int, int, torch.Ten
         if mapping is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = flats[mapping.param_group_index]
-            yield name, tuple(parameter.shape), here.start, here.numel, flat, there.start
+            shape = tuple(parameter.shape)
+            yield name, parameter, shape, here.start, here.numel, flat, there.start
 
 
 def _states(ds: Any, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.layout import startable
 from recipes.check import LONGEST_NAME, folder_name
 from recipes.compose import compose_command, sweep_values
 from recipes.schema import Recipe, UserError
@@ -126,7 +125,6 @@ def plan(
         try:
             composed = compose_command(command(recipe, overrides, words, steps)).recipe
             settled: Settled = settle(composed)
-            startable(settled.layout)
             check_length(settled, composed, steps)
         except UserError as error:
             found += [(label, line) for line in error.problems]

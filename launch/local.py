@@ -29,7 +29,6 @@ from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, preflight, wanted_port
-from parallel.layout import startable
 from recipes.compose import compose_command
 from recipes.schema import Recipe, UserError, read_ranks, split_words
 from runtime.engine_check import confirm
@@ -166,7 +165,6 @@ def check(words: list[str], ranks: int) -> Checked:
     recipe = compose_command(words).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, ranks, schedule)
-    startable(settled.layout)
     confirm(settled.config)
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)

@@ -126,6 +126,27 @@ def _block_bytes_per_token(shape, width: int) -> int:
     return width * elements + 4 * rows
 
 
+def _selective_bytes_per_token(shape, width: int) -> int:
+    """What a block keeps that runs again all but its products: its input, the outputs of the seven
+    products and of attention, with attention's log-sum-exp in fp32.
+    """
+    _, query, key = _widths(shape)
+    elements = 3 * shape.hidden_size + 2 * query + 2 * key + 2 * shape.intermediate_size
+    return width * elements + 4 * shape.num_attention_heads
+
+
+def blocks_recomputed(recompute: str, blocks: int) -> int:
+    """How many of the first `blocks` blocks run again whole in backward, see `model.recompute`."""
+    if recompute in ("none", "selective"):
+        return 0
+    if recompute == "full":
+        return blocks
+    every = recompute.removeprefix("every-")
+    if every == recompute or not every.isdigit() or every == "0":
+        raise ValueError(f"recompute={recompute!r} is not none, selective, full or every-K")
+    return -(-blocks // int(every))
+
+
 def activation_bytes(
     shape,
     micro_batch: int,
@@ -148,12 +169,14 @@ def activation_bytes(
     # Token ids (int64) for the embedding's backward; the last norm's input and row statistic; the
     # loss's gradient of the last hidden state; the rotary tables.
     ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * head_dim
-    if recompute == "full":
-        blocks = shape.num_hidden_layers * width * shape.hidden_size + block
-    elif recompute == "none":
-        blocks = shape.num_hidden_layers * block
+    layers = shape.num_hidden_layers
+    again = blocks_recomputed(recompute, layers)
+    if recompute == "selective":
+        blocks = layers * _selective_bytes_per_token(shape, width) + block
     else:
-        raise ValueError(f"recompute={recompute!r} is not one of 'none', 'full'")
+        blocks = (layers - again) * block + again * width * shape.hidden_size
+        # Where the last block does not run again, its activations are gone before one that does.
+        blocks += block if again > blocks_recomputed(recompute, layers - 1) else 0
 
     chunk = min(tokens, chunk_tokens(shape.vocab_size, device))
     head = shape.vocab_size * shape.hidden_size

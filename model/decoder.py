@@ -9,10 +9,11 @@ until `model.init.fill` or a checkpoint sets them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
@@ -20,8 +21,7 @@ from model.attention import Attend, attention, prepare, rotate
 from model.config import DecoderConfig
 from model.layers import Embedding, Linear, RMSNorm
 from model.loss import Head
-
-RECOMPUTE = ("none", "full")
+from model.recompute import recomputed, run
 
 
 class Attention(nn.Module):
@@ -46,15 +46,19 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        batch, length, _ = hidden.shape
-        by_head = (batch, length, -1, self.head_dim)
-        q_BTHD = self.q_proj(hidden).view(by_head)
-        k_BTKD = self.k_proj(hidden).view(by_head)
-        v_BTKD = self.v_proj(hidden).view(by_head)
+        q_BTHD, k_BTKD, v_BTKD = (x.unflatten(-1, (-1, self.head_dim)) for x in self.enter(hidden))
         if self.has_qk_norm:
             q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
         q_BTHD, k_BTKD = (rotate(x, attend.cos, attend.sin) for x in (q_BTHD, k_BTKD))
-        return self.o_proj(attention(q_BTHD, k_BTKD, v_BTKD, attend).flatten(2))
+        return self.leave(attention(q_BTHD, k_BTKD, v_BTKD, attend).flatten(2))
+
+    def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of all tokens that attend to each other, (batch, seq, heads * head_dim)."""
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+    def leave(self, heads: Tensor) -> Tensor:
+        """(batch, seq, heads * head_dim) -> what is added to the residual stream."""
+        return self.o_proj(heads)
 
 
 class MLP(nn.Module):
@@ -67,7 +71,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.enter(hidden)
+        return self.down_proj(F.silu(gate) * up)
+
+    def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """gate and up, (batch, seq, intermediate)."""
+        return self.gate_proj(hidden), self.up_proj(hidden)
 
 
 class Block(nn.Module):
@@ -96,8 +105,8 @@ class Backbone(nn.Module):
 
 
 class Decoder(PreTrainedModel):
-    """Decoder-only language model. Attribute `recompute`, set by the caller: "none", or "full" to
-    keep only each block's input and run the block again in backward.
+    """Decoder-only language model. Attribute `recompute`, set by the caller: see
+    `recompute.recomputed`.
     """
 
     config_class = DecoderConfig
@@ -125,8 +134,7 @@ class Decoder(PreTrainedModel):
 
     @recompute.setter
     def recompute(self, value: str) -> None:
-        if value not in RECOMPUTE:
-            raise ValueError(f"recompute={value!r} is not one of {RECOMPUTE}")
+        recomputed(value, 0)  # raises where it is none
         self._recompute = value
 
     def forward(
@@ -147,27 +155,29 @@ class Decoder(PreTrainedModel):
         """
         hidden = self.model.embed_tokens(input_ids)
         head_dim, theta = self.config.head_dim, self.config.rope_theta
-        attend = prepare(hidden, head_dim, theta, segment_ids, cu_seqlens, max_seqlen)
-        is_recomputed = self._recompute == "full" and torch.is_grad_enabled()
-        for block in self.model.layers:
-            if is_recomputed:
-                # No dropout, hence no random state worth the device synchronisation of saving it.
-                hidden = checkpoint(
-                    block, hidden, attend, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                hidden = block(hidden, attend)
+        like = hidden.new_empty(*input_ids.shape, 0)  # hidden itself may be a part of the tokens
+        attend = prepare(like, head_dim, theta, segment_ids, cu_seqlens, max_seqlen)
+        hidden = run_blocks(self.model.layers, hidden, attend, self._recompute)
         hidden = self.model.norm(hidden)
         if labels is None:
             return CausalLMOutput(logits=self.lm_head(hidden))
         return CausalLMOutput(loss=self.lm_head(hidden, labels, num_items_in_batch))
 
 
-def compile_blocks(model: Decoder, backend: str = "inductor") -> None:
+def run_blocks(
+    blocks: Iterable[Block], hidden: Tensor, attend: Attend, recompute: str = "none", first: int = 0
+) -> Tensor:
+    """`hidden` through `blocks`, the first of which is block number `first` of the decoder."""
+    for index, block in enumerate(blocks, first):
+        hidden = run(block, hidden, attend, recomputed(recompute, index))
+    return hidden
+
+
+def compile_blocks(blocks: Iterable[Block], backend: str = "inductor") -> None:
     """Compiles every block whole, in place; equal blocks share one compilation.
 
     `forward` is replaced, not `__call__`: hooks that others hang on the block (ZeRO-3 gathers
     there) stay outside.
     """
-    for block in model.model.layers:
+    for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)

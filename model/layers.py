@@ -98,6 +98,13 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in the type of x."""
+    if x.is_cuda:  # one kernel there; the same arithmetic and the same two things kept
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once (Zhang and
     Sennrich, 2019).
@@ -111,9 +118,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # one kernel there; the same arithmetic and the same two things kept
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

@@ -14,6 +14,8 @@ product runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,31 +27,54 @@ from model.layers import Linear, linear, product_dtype
 IGNORED = -100  # label of a token without target; the value of torch and Transformers
 
 
+def judge(logits: Tensor, target: Tensor, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
+    """-log softmax(logits)[target] and its gradient in logits, softmax - one-hot, or None.
+
+    logits (n, vocab_size) fp32, target (n, 1) int64 -> (n, 1) and (n, vocab_size), which may be
+    written over the logits. Another one may be given to `cross_entropy` where the rows of weight
+    are only some of the vocabulary.
+    """
+    if not with_gradients:
+        return logits.logsumexp(-1, keepdim=True) - logits.gather(1, target), None
+    probabilities, losses = _softmax_and_losses(logits, target)
+    return losses, probabilities.scatter_add_(1, target, -torch.ones_like(losses))
+
+
+Judge = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+
+
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None = None,
+    judge: Judge = judge,
+    chunk: int | None = None,
 ) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[label] over labels != IGNORED, divided by num_items;
     an fp32 scalar.
 
     hidden (..., hidden_size), weight (vocab_size, hidden_size), labels (...) int64, each the target
     of the hidden state in the same place. num_items: default, the number of targets in labels. No
-    targets at all: 0, not NaN.
+    targets at all: 0, not NaN. chunk: tokens whose logits exist at one time, default by the size of
+    weight.
     """
     labels = labels.reshape(-1)
     if num_items is None:
         num_items = (labels != IGNORED).sum().clamp(min=1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
+    chunk = chunk or chunk_tokens(weight.shape[0], hidden.device.type)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _ChunkedCrossEntropy.apply(hidden, weight, labels) / num_items
-    return _run(hidden, weight, labels, with_gradients=False)[0] / num_items
+        return _ChunkedCrossEntropy.apply(hidden, weight, labels, judge, chunk) / num_items
+    return _run(hidden, weight, labels, judge, chunk, False)[0] / num_items
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The sum of losses; its gradients are made in forward and only scaled in backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels):
-        loss, grad_hidden, grad_weight = _run(hidden, weight, labels, with_gradients=True)
+    def forward(ctx, hidden, weight, labels, judge, chunk):
+        loss, grad_hidden, grad_weight = _run(hidden, weight, labels, judge, chunk, True)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -59,31 +84,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place: a copy would double the largest gradient of the model. A second backward over
         # the same graph is refused by autograd, which sees that the saved tensors changed.
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None
+        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None
 
 
-def _run(hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool):
+def _run(
+    hidden: Tensor, weight: Tensor, labels: Tensor, judge: Judge, size: int, with_gradients: bool
+):
     dtype = product_dtype(hidden)
     wide_weight = weight.to(dtype)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if with_gradients else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
-    size = chunk_tokens(weight.shape[0], hidden.device.type)
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         chunk, target = hidden[rows].to(dtype), labels[rows, None]
         is_target = target != IGNORED
         target = target.clamp(min=0)
         logits = F.linear(chunk, wide_weight).float()
-        if not with_gradients:
-            losses = logits.logsumexp(-1, keepdim=True) - logits.gather(1, target)
-            loss += (losses * is_target).sum()
-            continue
-        probabilities, losses = _softmax_and_losses(logits, target)
+        losses, grad_logits = judge(logits, target, with_gradients)
         loss += (losses * is_target).sum()
-        # d loss / d logits = softmax - one-hot; rows without target are zeroed on the narrow side
-        # of each product.
-        grad_logits = probabilities.scatter_add_(1, target, -torch.ones_like(losses)).to(dtype)
+        if grad_logits is None:
+            continue
+        # Rows without target are zeroed on the narrow side of each product.
+        grad_logits = grad_logits.to(dtype)
         grad_hidden[rows] = (grad_logits @ wide_weight) * is_target
         _add_product(grad_weight, grad_logits, chunk * is_target)
     if with_gradients:

@@ -10,11 +10,14 @@ Units: ranks, sequences, tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from recipes.schema import Recipe, UserError
+from model.cost import parameters
+from parallel.legal import batch_pieces, nearest, problems
+from parallel.stages import stage_bounds
+from recipes.schema import Model, Recipe, UserError
 
 
 class Coordinates(NamedTuple):
@@ -38,6 +41,7 @@ class Layout:
     stage: int  # ZeRO stage
     micro_batch: int  # sequences per rank and forward pass
     accumulation: tuple[tuple[int, int], ...]  # (first data step, micro-batches per rank and step)
+    bounds: tuple[int, ...] = ()  # first block of each pipeline stage, number of blocks; () = one
 
     def coordinates(self, rank: int) -> Coordinates:
         """Axis coordinates of a global rank; the inverse of `rank`."""
@@ -53,6 +57,11 @@ class Layout:
         return (outer * self.context + place.context) * self.tensor + place.tensor
 
     @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards: context ranks hold the same weights, like data ranks."""
+        return self.data * self.context
+
+    @property
     def accumulates(self) -> bool:
         """Whether any step of the run sums gradients over several micro-batches."""
         return any(count > 1 for _, count in self.accumulation)
@@ -61,34 +70,31 @@ class Layout:
         """One line for people: every axis with its size, and the batch."""
         counts = " then ".join(str(count) for _, count in self.accumulation)
         ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        stages = [str(end - first) for first, end in pairwise(self.bounds)]
+        blocks = f"; blocks per stage {' '.join(stages)}" if stages else ""
         return (
             f"{ranks} = pipeline {self.pipeline} x data {self.data} x context {self.context}"
             f" x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch {self.micro_batch} sequences,"
-            f" accumulation {counts}"
+            f" accumulation {counts}{blocks}"
         )
 
     def as_dict(self) -> dict:
         """Plain values for layout.json."""
-        return asdict(self) | {"accumulation": [list(piece) for piece in self.accumulation]}
+        accumulation = [list(piece) for piece in self.accumulation]
+        return asdict(self) | {"accumulation": accumulation, "bounds": list(self.bounds)}
 
 
 def solve(recipe: Recipe, world: int, stage: int) -> Layout:
     """The layout of `recipe` on `world` ranks under ZeRO `stage`.
 
-    Raises UserError with every broken rule: the arithmetic, and the nearest legal values.
+    Raises UserError with every broken rule, its arithmetic, and the nearest legal layouts.
     """
-    problems = [rule(recipe, world, stage) for rule in RULES]
-    problems = [problem for problem in problems if problem]
-    if problems:
-        raise UserError(*problems)
+    broken = problems(recipe, world, stage)
+    if broken:
+        raise UserError(*broken, *nearest(recipe, world, stage))
     axes = recipe.parallel
     data = world // (axes.tensor * axes.pipeline * axes.context)
     quantum = data * recipe.micro_batch * recipe.seq_len
-    broken = [
-        line for line in (_batch_problem(recipe, data, *p) for p in batch_pieces(recipe)) if line
-    ]
-    if broken:
-        raise UserError(*broken)
     return Layout(
         world=world,
         pipeline=axes.pipeline,
@@ -98,151 +104,57 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
         stage=stage,
         micro_batch=recipe.micro_batch,
         accumulation=tuple((step, tokens // quantum) for step, tokens in batch_pieces(recipe)),
+        bounds=stage_bounds(recipe) if axes.pipeline > 1 else (),
     )
 
 
-def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
-    """[(first data step, tokens per step), ...] of a constant batch or a ramp."""
-    if isinstance(recipe.batch_tokens, int):
-        return [(0, recipe.batch_tokens)]
-    return [(step, tokens) for step, tokens in recipe.batch_tokens]
+def share(number: int, size: int, index: int) -> range:
+    """Which of `number` indices rank `index` of `size` has: as even as can be, nothing padded."""
+    return range(number * index // size, number * (index + 1) // size)
 
 
-def startable(layout: Layout) -> None:
-    """Refuse axes that this version composes and shows but cannot run yet."""
-    for axis in ("tensor", "pipeline", "context"):
+def parameters_of(model: Model, layout: Layout, place: Coordinates) -> int:
+    """Parameters that the rank at `place` holds before ZeRO: its stage's, of those its share."""
+    counted, tensor = parameters(model), layout.tensor
+    last = layout.pipeline - 1
+    first, end = layout.bounds[place.pipeline :][:2] if last else (0, model.num_hidden_layers)
+    norms = (counted.norms - model.hidden_size) // model.num_hidden_layers
+    total = (end - first) * ((counted.block - norms) // tensor + norms)
+    words = len(share(model.vocab_size, tensor, place.tensor)) * model.hidden_size
+    if place.pipeline == 0:
+        total += words
+    if place.pipeline == last:
+        # A tied head on another stage than the embedding is a second copy of it.
+        total += model.hidden_size + (words if last or not model.tie_word_embeddings else 0)
+    return total
+
+
+def most_parameters(model: Model, layout: Layout) -> int:
+    """Of the rank that holds most."""
+    return max(
+        parameters_of(model, layout, Coordinates(stage, 0, 0, index))
+        for stage in range(layout.pipeline)
+        for index in range(layout.tensor)
+    )
+
+
+def places(layout: Layout) -> list[list[int]]:
+    """[pipeline, data, context, tensor] of every rank, for layout.json."""
+    return [list(layout.coordinates(rank)) for rank in range(layout.world)]
+
+
+def describe_places(layout: Layout, ranks_per_host: int) -> list[str]:
+    """Which ranks form the groups of each axis, and on which hosts they are; a line per axis."""
+    strides = {"tensor": 1, "context": layout.tensor, "data": layout.tensor * layout.context}
+    strides["pipeline"] = strides["data"] * layout.data
+    lines = []
+    for axis, stride in strides.items():
         size = getattr(layout, axis)
-        if size > 1:
-            raise UserError(
-                f"parallel.{axis}={size} can be shown but not started by this version;"
-                f" set parallel.{axis}=1 (the ranks then join the data axis)"
-            )
-
-
-def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
-    axes = recipe.parallel
-    product = axes.tensor * axes.pipeline * axes.context
-    if world >= 1 and world % product == 0:
-        return None
-    below, above = world // product * product, (world // product + 1) * product
-    nearest = f"{below} or {above}" if below else f"{above}"
-    return (
-        f"world={world} ranks is not a multiple of tensor {axes.tensor} x pipeline {axes.pipeline}"
-        f" x context {axes.context} = {product}; nearest: {nearest} ranks"
-    )
-
-
-def _stage_is_known(recipe: Recipe, world: int, stage: int) -> str | None:
-    if stage in (1, 2, 3):
-        return None
-    return f"zero={recipe.zero} means ZeRO stage {stage}; legal stages: 1, 2, 3"
-
-
-def _pipeline_needs_stage_1(recipe: Recipe, world: int, stage: int) -> str | None:
-    if recipe.parallel.pipeline == 1 or stage not in (2, 3):
-        return None
-    return (
-        f"parallel.pipeline={recipe.parallel.pipeline} with zero={recipe.zero}: a pipeline keeps"
-        f" gradients of several micro-batches, which ZeRO-{stage} shards away; use zero=pipeline"
-        " (stage 1), or parallel.pipeline=1 with zero=1, 2 or 3"
-    )
-
-
-def _pipeline_has_no_context(recipe: Recipe, world: int, stage: int) -> str | None:
-    if recipe.parallel.pipeline == 1 or recipe.parallel.context == 1:
-        return None
-    return (
-        f"parallel.context={recipe.parallel.context} does not combine with"
-        f" parallel.pipeline={recipe.parallel.pipeline}; set one of them to 1"
-    )
-
-
-def _every_stage_has_a_block(recipe: Recipe, world: int, stage: int) -> str | None:
-    layers, stages = recipe.model.num_hidden_layers, recipe.parallel.pipeline
-    if stages <= layers:
-        return None
-    return (
-        f"parallel.pipeline={stages} is more than model.num_hidden_layers={layers}: every stage"
-        f" needs at least one block; use at most {layers}"
-    )
-
-
-def _heads_divide(recipe: Recipe, world: int, stage: int) -> str | None:
-    model, axes = recipe.model, recipe.parallel
-    parts = axes.tensor * axes.context
-    if parts == 1 or (
-        model.num_key_value_heads % axes.tensor == 0 and model.num_attention_heads % parts == 0
-    ):
-        return None
-    legal = divisors(model.num_key_value_heads)
-    return (
-        f"parallel.tensor={axes.tensor}, parallel.context={axes.context}: the"
-        f" {model.num_attention_heads} query and {model.num_key_value_heads} key-value heads must"
-        f" split evenly; legal tensor sizes: {_listed(legal)}"
-    )
-
-
-def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | None:
-    tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
-    if per_node % tensor == 0 or world <= per_node:
-        return None
-    legal = divisors(per_node)
-    return (
-        f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
-        f" it must divide {per_node}; legal: {_listed(legal)}"
-    )
-
-
-def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
-    context = recipe.parallel.context
-    if recipe.seq_len % context == 0:
-        return None
-    return (
-        f"seq_len={recipe.seq_len} is not a multiple of parallel.context={context}; nearest: "
-        + nearest_multiples(recipe.seq_len, context)
-    )
-
-
-RULES: Sequence[Callable[[Recipe, int, int], str | None]] = (
-    _axes_divide_world,
-    _stage_is_known,
-    _pipeline_needs_stage_1,
-    _pipeline_has_no_context,
-    _every_stage_has_a_block,
-    _heads_divide,
-    _tensor_stays_on_a_host,
-    _sequence_divides,
-)
-
-
-def _batch_problem(recipe: Recipe, data: int, step: int, tokens: int) -> str | None:
-    quantum = data * recipe.micro_batch * recipe.seq_len
-    if tokens > 0 and tokens % quantum == 0:
-        return None
-    where = "" if step == 0 else f" (from step {step})"
-    message = (
-        f"batch_tokens={tokens}{where} is not a multiple of {data} data-parallel ranks x"
-        f" micro_batch {recipe.micro_batch} x seq_len {recipe.seq_len} = {quantum};"
-        f" nearest: {nearest_multiples(tokens, quantum)}"
-    )
-    per_rank, uneven = divmod(tokens, data * recipe.seq_len)
-    if per_rank and not uneven:
-        fits = divisors(per_rank)
-        message += f"; or micro_batch {_listed(fits)}"
-    return message
-
-
-def nearest_multiples(value: int, quantum: int) -> str:
-    """The legal neighbours of `value`, as text: `458752 or 524288`."""
-    below = value // quantum * quantum
-    return f"{below} or {below + quantum}" if below > 0 else f"{quantum}"
-
-
-def divisors(number: int, most: int = 2**12) -> list[int]:
-    """Divisors of `number` up to `most`, ascending: more would help nobody choose."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
-
-
-def _listed(values: Sequence[int]) -> str:
-    shown = [str(value) for value in values[:8]]
-    return ", ".join(shown) + (", ..." if len(values) > 8 else "")
+        if size == 1 or layout.world == layout.data:
+            continue
+        first = [stride * index for index in range(size)]
+        hosts = len({rank // ranks_per_host for rank in first})
+        shown = ", ".join(map(str, first[:4])) + (f", ... {first[-1]}" if size > 4 else "")
+        where = "on one host" if hosts == 1 else f"over {hosts} hosts"
+        lines.append(f"{axis} group of rank 0: ranks {shown} ({where})")
+    return lines

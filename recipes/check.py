@@ -319,6 +319,17 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _bounds(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError("is not a list of block numbers")
+    bounds = tuple(as_int(bound) for bound in value)
+    if any(bound < 1 for bound in bounds) or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ValueError("must be block numbers from 1 that increase")
+    return bounds
+
+
 def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
     if not isinstance(value, list | tuple):
         return _share(value)
@@ -374,6 +385,7 @@ CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, st
 SPECIAL: dict[str, Callable] = {
     "run": folder_name,
     "allow": _names,
+    "parallel.bounds": _bounds,
     "tokens": _tokens,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,

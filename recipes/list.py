@@ -35,7 +35,9 @@ def row(dish: str, recipe: Recipe) -> list[str]:
     parameters = num_parameters(recipe.model)
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     steps = length_in_steps(recipe, schedule, parameters)
-    sizes = {name: size for name, size in vars(recipe.parallel).items() if size > 1}
+    axes = recipe.parallel
+    sizes = {"tensor": axes.tensor, "pipeline": axes.pipeline, "context": axes.context}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
     return [
         dish,
         scaled(parameters),

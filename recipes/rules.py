@@ -7,6 +7,7 @@ where all its knobs are legal by themselves, so it never sees a missing or misty
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from recipes.schema import read_steps
@@ -142,6 +143,20 @@ def _stop_is_reached(stop_after, steps) -> str | None:
     return None
 
 
+def _recompute(recompute, compiles) -> str | None:
+    if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
+        return (
+            f"recompute={recompute} is not none, selective, full or every-K (every-2: every second"
+            " block)"
+        )
+    if recompute == "selective" and compiles:
+        return (
+            "recompute=selective with compile=true: a compiled block already runs again what is"
+            " cheap; use recompute=none, full or every-K"
+        )
+    return None
+
+
 RULES = (
     (("steps", "tokens"), _one_length),
     (("warmup", "steps"), _warmup_fits),
@@ -150,6 +165,7 @@ RULES = (
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
     (("data.sources",), _sources),
+    (("recompute", "compile"), _recompute),
     (("data.sources",), _built_in_corpora),
     (("log.profile", "steps", "stop_after"), _profile),
     (("data.sources", "data.skip.mask"), _masked_sources),

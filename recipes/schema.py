@@ -336,7 +336,19 @@ class Parallel:
     """Sizes of the axes of ranks. The data axis is what is left."""
 
     tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
+    sequence: bool = knob(
+        True, "with tensor > 1: norms and residuals are split by tokens over the same ranks"
+    )
+    across_hosts: bool = knob(
+        False, "let a tensor group span hosts, whose network is slower than their inside"
+    )
     pipeline: int = knob(1, "pipeline stages", low=1, high=2**20)
+    bounds: Any = knob(
+        None,
+        "first decoder block of every pipeline stage but the first, such as [7,14,21]; null ="
+        " balanced by cost, with embedding and head counted",
+        unit="blocks",
+    )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
 
@@ -423,8 +435,8 @@ class Recipe:
     )
     recompute: str = knob(
         "none",
-        "full = keep only each block's input, run it again in backward",
-        choices=("none", "full"),
+        "what a block runs again in backward: none, selective = what is cheap, full = all of it,"
+        " every-K = all of it in every K-th block",
     )
     compile: bool = knob(False, "torch.compile each decoder block")
     model: Model = knob(REQUIRED, "shape of the decoder")

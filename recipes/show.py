@@ -20,7 +20,7 @@ from typing import Any
 from data.schedule import read_schedule
 from data.sources import drawn
 from data.stream import open_stream
-from parallel.layout import startable
+from parallel.layout import most_parameters
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks, split_words
 from recipes.table import scaled, table
@@ -75,17 +75,8 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
         "optimizer_class": settled.engine.optimizer_class,
         "state": state(recipe, settled),
         "data": sources,
-        "warnings": [*composed.warnings, *settled.warnings, *refused, *cannot_start(settled)],
+        "warnings": [*composed.warnings, *settled.warnings, *refused],
     }
-
-
-def cannot_start(settled: Settled) -> list[str]:
-    """Why this layout can only be shown, if so."""
-    try:
-        startable(settled.layout)
-    except UserError as error:
-        return error.problems
-    return []
 
 
 def length(settled: Settled, tokens: int) -> dict[str, Any]:
@@ -117,13 +108,14 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
         engine.stage,
         recipe.precision,
         engine.grad_dtype,
-        layout.accumulates,
+        # A pipeline reduces after its last pass, also where there is only one.
+        layout.accumulates or layout.pipeline > 1,
         engine.is_immediate,
-        layout.data * layout.context,
+        layout.zero_ranks,
         engine.is_offloaded,
         recipe.optim.name,
     )
-    share = settled.num_parameters / (layout.tensor * layout.pipeline)
+    share = most_parameters(recipe.model, layout)
     return {
         "bytes_per_parameter": parts,
         "parameters_of_rank": share,

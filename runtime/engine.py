@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,10 +29,12 @@ from torch import nn
 from checkpoint.index import Fragment
 from model.config import DecoderConfig
 from model.decoder import Decoder, compile_blocks
-from model.init import BLOCK_ROWS
 from model.init import initial_weight as initial
+from parallel import tensor
 from parallel.layout import Layout
+from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
 from recipes.schema import Recipe
+from runtime.engine_weights import Draw, fill_owned
 from runtime.optimizer import build_optimizer
 from runtime.process import Process, Shared
 
@@ -41,9 +42,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # ZeRO++; on the CPU one fails at start and the other in the first backward.
 CUDA_ONLY = ("zero_quantized_weights", "zero_quantized_gradients")
 NO_CONTEXT = contextlib.nullcontext()
-
-# (name, full shape, seed, config, rows) -> those rows of a weight, fp32.
-Draw = Callable[[str, tuple[int, ...], int, Any, slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,10 @@ def untrained(tokens: int, device: torch.device) -> StepResult:
 class Engine:
     """Weights, gradients and optimizer of this rank, trained by DeepSpeed."""
 
-    def __init__(self, ds: Any, layout: Layout, process: Process):
+    def __init__(self, ds: Any, mesh: Mesh, process: Process):
         self.ds = ds
-        self.layout = layout
+        self.mesh = mesh
+        self.layout = mesh.layout
         self.process = process
 
     @property
@@ -94,18 +93,19 @@ class Engine:
         a context manager that times a part of the step.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
+        data = self.mesh.data
         with phase("compute"):
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
                 self.ds.set_gradient_accumulation_boundary(is_last)
                 part = self.ds(**batch, num_items_in_batch=targets).loss
-                self.ds.backward(part * self.layout.data, scale_wrt_gas=False)
+                self.ds.backward(part * data.size, scale_wrt_gas=False)
                 loss += part.detach()
                 if not is_last:
                     self.ds.step()
         with phase("optimizer"):
             self.ds.step()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=data.group)
         return StepResult(
             loss=loss,
             grad_norm=self.ds.get_global_grad_norm(),
@@ -122,7 +122,7 @@ class Engine:
         from checkpoint import fragments as owned
 
         owned.create_states(self.ds)
-        return owned.fragments(self.ds)
+        return owned.fragments(self.ds, self.mesh.tensor.index)
 
     def optimizer_step(self) -> int | None:
         """Updates that moved the weights, as the optimizer counts; None for one that does not."""
@@ -146,9 +146,9 @@ class Engine:
         total = torch.zeros(2, dtype=torch.float64, device=self.process.device)
         for batch in micro_batches:
             total[0] += self.ds(**batch, num_items_in_batch=1).loss
-            total[1] += (batch["labels"] >= 0).sum()
+            total[1] += (batch["labels"] >= 0).sum() / self.mesh.context.size
         self.ds.train()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.mesh.data.group)
         return (total[0] / total[1]).float()
 
 
@@ -165,24 +165,26 @@ def build(
     them undefined, for a checkpoint that will fill them.
     """
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
+    from deepspeed.utils import groups
 
     check_kernels(config, process.device)
-    quiet()
-    import_muon_uncompiled()
-    if process.device.type == "cpu":
-        # A shared-memory op that training does not use; building it takes a minute and a killed
-        # build leaves a lock that later runs wait on.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
-    model = build_model(recipe, layout, config, process, draw)
+    join_deepspeed(process.device)
+    mesh = make_mesh(layout, process.rank)
+    if layout.pipeline > 1:
+        from runtime.engine_pipeline import build_pipeline
+
+        return build_pipeline(recipe, config, process, mesh, draw)
+    unit = None if mesh.is_plain else ModelParallelUnit(mesh)
+    groups.mpu = unit  # a global, also read where none is given
+    model = build_model(recipe, config, process, mesh, unit, draw)
     optimizer = build_optimizer(model.named_parameters(), recipe.optim)
     try:
-        ds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        ds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=unit)
     except (AssertionError, ValueError, NotImplementedError) as error:
         # A combination of keys that only the engine refuses; all ranks find it.
         raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
-    return Engine(ds, layout, process)
+    return Engine(ds, mesh, process)
 
 
 def check_kernels(config: dict[str, Any], device: torch.device) -> None:
@@ -200,66 +202,40 @@ def check_kernels(config: dict[str, Any], device: torch.device) -> None:
 
 def build_model(
     recipe: Recipe,
-    layout: Layout,
     config: dict[str, Any],
     process: Process,
+    mesh: Mesh,
+    unit: ModelParallelUnit | None,
     draw: Draw | None,
 ) -> Decoder:
-    """The decoder with its weights, in the training dtype, on the device.
+    """This rank's part of the decoder with its weights, in the training dtype, on the device.
 
     Under ZeRO-3 each module is partitioned as it is made. Weights come by rows, so they are the
     same in every layout and no host holds more of them than it must.
     """
     import deepspeed
 
-    dtype = DTYPES[recipe.precision]
+    dtype, stage = DTYPES[recipe.precision], mesh.layout.stage
+    whole = decoder_config(recipe)
     partition: contextlib.AbstractContextManager = contextlib.nullcontext()
-    if layout.stage == 3:
-        partition = deepspeed.zero.Init(config_dict_or_path=config)
+    if stage == 3:
+        partition = deepspeed.zero.Init(
+            config_dict_or_path=config, mpu=unit, data_parallel_group=mesh.data.group
+        )
     with default_dtype(dtype), process.device, partition:
-        model = Decoder(decoder_config(recipe))
+        model = Decoder(tensor.local_config(whole, mesh.tensor))
+    tensor.apply(model, mesh, whole, recipe.parallel.sequence)
     if draw is not None:
-        fill_owned(model, recipe.seed, layout.stage, process, draw)
+        fill_owned(model.named_parameters(), whole, recipe.seed, stage, mesh.data, draw)
     model.recompute = recipe.recompute
     if recipe.compile:
-        compile_blocks(model)
+        compile_blocks(model.model.layers)
     return model
 
 
 def decoder_config(recipe: Recipe) -> DecoderConfig:
     """The decoder's configuration."""
     return DecoderConfig(**vars(recipe.model), max_position_embeddings=recipe.seq_len)
-
-
-@torch.no_grad()
-def fill_owned(model: Decoder, seed: int, stage: int, process: Process, draw: Draw) -> None:
-    """Write the weights that this rank holds: under ZeRO-3 its part of each parameter, else all.
-
-    A part is a flat range of the parameter; only the rows that it touches are drawn, a few at a
-    time, so ranks share the work.
-    """
-    import deepspeed
-
-    for name, parameter in model.named_parameters():
-        shape, part = tuple(parameter.shape), parameter.data.view(-1)
-        start = 0
-        if stage == 3:
-            shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
-            start = part.ds_numel * process.rank
-        stop = min(start + part.numel(), math.prod(shape))
-        width = math.prod(shape[1:])
-        first_row, end_row = start // width, -(-stop // width)
-        # In whole blocks, because each block of random weights is drawn as one.
-        for low in range(first_row // BLOCK_ROWS * BLOCK_ROWS, end_row, BLOCK_ROWS):
-            rows = slice(max(low, first_row), min(low + BLOCK_ROWS, end_row))
-            drawn = draw(name, shape, seed, model.config, rows).flatten()
-            first, last = max(start, rows.start * width), min(stop, rows.stop * width)
-            offset = rows.start * width
-            part[first - start : last - start].copy_(drawn[first - offset : last - offset])
-        if stage == 3 and parameter.ds_secondary_tensor is not None:
-            # ZeRO++ hpZ keeps a second copy per group of ranks; leaving the context renews it.
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                pass
 
 
 @contextlib.contextmanager
@@ -271,6 +247,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def join_deepspeed(device: torch.device) -> None:
+    """Let it use the process group; without what takes long and is not used here."""
+    import deepspeed
+
+    quiet()
+    import_muon_uncompiled()
+    if device.type == "cpu":
+        # A shared-memory op that training does not use; building it takes a minute and a killed
+        # build leaves a lock that later runs wait on.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def import_muon_uncompiled() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.schema import Recipe, UserError, as_float, as_int, did_you_mean
 from runtime import strict_json
-from runtime.engine_keys import FIXED, KEYS, NO_STAGE, NVME, OWNED, refusal
+from runtime.engine_keys import FIXED, FIXED_IN_PIPELINE, KEYS, NO_STAGE, NVME, OWNED, refusal
 from runtime.engine_rules import (
     ACCUM_DTYPE,
     COMM_DTYPE,
@@ -35,6 +35,8 @@ PRESETS = ROOT / "ds_configs"
 AUTO = "auto"
 STAGE = "zero_optimization.stage"
 DEVICES = (OFFLOAD, OFFLOAD_PARAM)
+
+Fixed = dict[str, tuple[Any, str]]  # dotted key -> (the one value, why)
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ def engine_config(
     problems = [*_misshapen(preset.json, preset.shown), *_misshapen(recipe.ds, "ds.")]
     leaves = _merge(preset, recipe.ds, problems)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
-    _fill_derived(leaves, recipe, accumulates)
-    bad, legal = _check_leaves(leaves)
+    fixed = FIXED | FIXED_IN_PIPELINE if recipe.parallel.pipeline > 1 else FIXED
+    _fill_derived(leaves, recipe, accumulates, fixed)
+    bad, legal = _check_leaves(leaves, fixed)
     problems += bad + problems_of(legal, recipe, preset.stage, data_size)
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -209,7 +212,7 @@ def _fill_owned(
         leaves[key] = (value, origin)
 
 
-def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool) -> None:
+def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixed) -> None:
     """Keys that follow from the recipe unless they are set, and keys with one legal value."""
     sums = recipe.precision == "fp32" or accumulates or recipe.parallel.pipeline > 1
     reason = "precision" if recipe.precision == "fp32" else "accumulation"
@@ -218,12 +221,12 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool) -> None:
         leaves[ACCUM_DTYPE] = dtype
     if leaves.get(COMM_DTYPE, (AUTO, ""))[0] == AUTO:
         leaves[COMM_DTYPE] = (leaves[ACCUM_DTYPE][0], "as data_types")
-    for key, (value, reason) in FIXED.items():
+    for key, (value, reason) in fixed.items():
         if leaves.get(key, (AUTO, ""))[0] == AUTO:
             leaves[key] = (value, f"always: {reason}")
 
 
-def _check_leaves(leaves: Leaves) -> tuple[list[str], Leaves]:
+def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
     """Problems, and the leaves without any: known, of their type, in their range. Normalises
     numbers.
     """
@@ -231,9 +234,9 @@ def _check_leaves(leaves: Leaves) -> tuple[list[str], Leaves]:
     for key, (value, origin) in leaves.items():
         given = shown(key, value, origin)
         refused = refusal(key)
-        if key in FIXED:
-            if not equal(value, FIXED[key][0]):
-                problems.append(f"{given}: {FIXED[key][1]}; remove it")
+        if key in fixed:
+            if not equal(value, fixed[key][0]):
+                problems.append(f"{given}: {fixed[key][1]}; remove it")
         elif refused:
             block, reason = refused
             problems.append(f"{given if block == key else named(block, origin)}: {reason}")

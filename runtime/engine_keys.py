@@ -86,7 +86,6 @@ KEYS: dict[str, Key] = {
     "data_types.grad_accum_dtype": Key(str, "type in which gradients are summed", choices=DTYPES),
     "pipeline.pipe_partitioned": Key(bool, "cut activations over tensor ranks when sent"),
     "pipeline.grad_partitioned": Key(bool, "cut their gradients likewise"),
-    "pipeline.use_reentrant": Key(bool, "recompute by a nested backward"),
     "zero_optimization.stage": Key(int, "what is cut: 1 optimizer, 2 + gradients, 3 + weights"),
     "zero_optimization.contiguous_gradients": _zero(bool, "copy gradients into one buffer"),
     "zero_optimization.reduce_scatter": _zero(bool, "each rank receives only its part"),
@@ -147,6 +146,17 @@ FIXED: dict[str, tuple[Any, str]] = {
     "zero_force_ds_cpu_optimizer": (False, "the optimizer is torch's AdamW, offloaded or not"),
 }
 
+# The same with parallel.pipeline above 1.
+WHOLE = "a stage sends whole activations: DeepSpeed's cut needs them equal on all tensor ranks"
+FIXED_IN_PIPELINE: dict[str, tuple[Any, str]] = {
+    "pipeline.pipe_partitioned": (False, WHOLE),
+    "pipeline.grad_partitioned": (False, WHOLE),
+    "zero_optimization.overlap_comm": (
+        False,
+        "DeepSpeed switches it off in a pipeline, which reduces once, after its last pass",
+    ),
+}
+
 OPTIMIZER = "the optimizer is ours; use optim.name, optim.lr, optim.weight_decay, ..."
 MONITOR = "metrics are ours; use log.tensorboard or log.wandb"
 NO_PROFILER = "it has no part in this loop; metrics.jsonl has MFU and the split of each step"
@@ -174,9 +184,10 @@ REFUSED: dict[str, str] = {
     "data_types.buffer_dtype": "the model chooses the type of its buffers",
     "data_types.keep_in_fp32_modules": "the model chooses the type of its buffers",
     "activation_checkpointing": "nothing here uses it, so it has no effect; use recompute=full",
-    "pipeline.activation_checkpoint_interval": "use recompute=full",
+    "pipeline.activation_checkpoint_interval": "use recompute=full or every-K",
+    "pipeline.use_reentrant": "stages recompute their blocks themselves; use recompute=full",
     "pipeline.stages": f"{IGNORED}; use parallel.pipeline",
-    "pipeline.partition": f"{IGNORED}; blocks are cut evenly",
+    "pipeline.partition": f"{IGNORED}; use parallel.bounds",
     "pipeline.seed_layers": f"{IGNORED}; weights are seeded by name",
     "tensorboard": MONITOR,
     "wandb": MONITOR,

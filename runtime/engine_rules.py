@@ -101,6 +101,7 @@ def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> l
         *_unread(leaves, stage, built),
         *_switched_off({key: leaf for key, leaf in leaves.items() if _is_read(key, built)}),
         *_pipeline(leaves, recipe, stage),
+        *_cut(leaves, recipe, stage),
         *_division(leaves, stage, built),
         *_sizes(leaves, stage, data_size),
         *_precision(leaves, recipe),
@@ -167,6 +168,29 @@ def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
         problems.append(
             f"{OFFLOAD} with parallel.pipeline={size}: DeepSpeed 0.19.8 drops the gradient of tied"
             " weights there; use zero=pipeline"
+        )
+    return problems
+
+
+def _cut(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
+    """What ZeRO-3 cannot do with modules that are cut over tensor or context ranks."""
+    axes, problems = recipe.parallel, []
+    if stage != 3 or axes.tensor * axes.context == 1:
+        return problems
+    where = f"parallel.tensor={axes.tensor}, parallel.context={axes.context}"
+    key = f"{ZERO}.leaf_module.classes"
+    classes, origin = leaves.get(key, ([], "absent"))
+    if "Block" not in classes:
+        problems.append(
+            f"{shown(key, classes, origin)} with {where}: a cut block uses several weights at a"
+            " time, so ZeRO-3 must gather it whole; add Block"
+        )
+    key = f"{ZERO}.zero_hpz_partition_size"
+    size, origin = leaves.get(key, (1, ""))
+    if not equal(size, 1):
+        problems.append(
+            f"{shown(key, size, origin)} with {where}: DeepSpeed makes the groups of its second"
+            " copy over all ranks, as if there were no other axis; remove it"
         )
     return problems
 

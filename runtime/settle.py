@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from model.cost import flops_per_token, num_parameters
 from parallel.layout import Layout, solve
+from parallel.traffic import gathers
 from recipes.schema import Recipe, UserError, as_int
 from runtime.engine_config import EngineConfig, engine_config, load_preset
 from runtime.learning_rate import warmup_steps
@@ -71,7 +72,10 @@ def settle(recipe: Recipe, world: int, schedule: Schedule) -> Settled:
         warmup_steps=warmup,
         num_parameters=parameters,
         flops_per_token=flops_per_token(recipe.model, recipe.seq_len),
-        warnings=budget_warnings(schedule.tokens_after(total_steps), parameters),
+        warnings=[
+            *budget_warnings(schedule.tokens_after(total_steps), parameters),
+            *layout_warnings(recipe, layout, engine.json),
+        ],
     )
 
 
@@ -88,7 +92,7 @@ def json_for(recipe: Recipe, layout: Layout) -> EngineConfig:
     """The DeepSpeed JSON under a layout."""
     return engine_config(
         recipe,
-        data_size=layout.data,
+        data_size=layout.zero_ranks,
         accumulation=layout.accumulation[0][1],
         accumulates=layout.accumulates,
     )
@@ -104,6 +108,20 @@ def length_in_steps(recipe: Recipe, schedule: Schedule, parameters: int) -> int:
     if tokens < 1:
         raise UserError(f"tokens={recipe.tokens} is no length; give a number above 0")
     return schedule.steps_for(tokens)
+
+
+def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> list[str]:
+    """Lines about a legal layout that costs more than it may seem."""
+    lines = []
+    if layout.stage == 3 and layout.tensor > 1:
+        count, size = gathers(recipe, layout, json)
+        if count:
+            lines.append(
+                f"zero={recipe.zero} with parallel.tensor={layout.tensor}: up to {count} gathers"
+                f" of {size / 2**20:,.1f} MiB in all in every micro-batch, besides those of tensor"
+                " parallelism; zero=1 gathers weights once per step, if their state fits"
+            )
+    return lines
 
 
 def budget_warnings(tokens: int, parameters: int) -> list[str]:

@@ -13,10 +13,8 @@ VOCAB_SIZE = 64
 EOD = 63
 
 
-@pytest.fixture(scope="session")
-def short_documents(tmp_path_factory) -> Path:
+def write_short_documents(folder: Path) -> Path:
     """A corpus of 400 documents of 3 to 50 tokens, ids below 64: many boundaries, uneven masks."""
-    folder = tmp_path_factory.mktemp("corpora") / "short"
     draw = np.random.default_rng(5)
     writer = CorpusWriter(folder, VOCAB_SIZE, EOD)
     for split, count in (("train", 400), ("valid", 60)):
@@ -25,3 +23,9 @@ def short_documents(tmp_path_factory) -> Path:
             writer.add(split, np.append(body, EOD))
     writer.close({"name": "short", "tokenizer": None, "bos_id": None})
     return folder
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory) -> Path:
+    """See `write_short_documents`."""
+    return write_short_documents(tmp_path_factory.mktemp("corpora") / "short")

@@ -21,6 +21,7 @@ import torch
 from data.ledger import batch_hash, in_batch_order
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
+from parallel.layout import Coordinates
 from recipes.schema import Data, Model, Optim, Recipe, Source
 from runtime import process
 from runtime.batches import gather_hashes, to_device
@@ -78,14 +79,16 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
 def train(engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, steps: int) -> dict:
     """`steps` updates; losses, norms and batch hashes of each."""
     layout, me = settled.layout, engine.process
+    data_rank = layout.coordinates(me.rank).data
     seen: dict[str, list] = {"loss": [], "norm": [], "hash": []}
     for step in range(1, steps + 1):
-        data = stream.step(step, me.rank, layout.data, layout.micro_batch)
+        data = stream.step(step, data_rank, layout.data, layout.micro_batch)
         engine.set_lr(learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps))
         batches = [to_device(batch, me.device) for batch in data.micro_batches]
         result = engine.train_step(batches, data.num_targets, data.num_tokens)
         own = np.concatenate([batch.sample_hashes for batch in data.micro_batches])
-        everyone = gather_hashes(own, me.device)
+        first = [layout.rank(Coordinates(0, data, 0, 0)) for data in range(layout.data)]
+        everyone = gather_hashes(own, me.device)[first]
         shape = (len(everyone), len(data.micro_batches), -1)
         seen["loss"].append(float(result.loss))
         seen["norm"].append(float(result.grad_norm))

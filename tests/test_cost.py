@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from model import attention, cost, init, layers, loss
+from model import attention, cost, init, layers, loss, recompute
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -136,10 +137,10 @@ def test_activation_bytes_are_those_autograd_saves(monkeypatch, config, precisio
         assert expected == pytest.approx(size, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_activation_bytes_are_linear_in_the_micro_batch(recompute):
+@pytest.mark.parametrize("how", ["none", "selective", "full", "every-2"])
+def test_activation_bytes_are_linear_in_the_micro_batch(how):
     one, two, four = (
-        cost.activation_bytes(HAND, rows, 64, recompute=recompute).saved for rows in (1, 2, 4)
+        cost.activation_bytes(HAND, rows, 64, recompute=how).saved for rows in (1, 2, 4)
     )
     assert four == 2 * two == 4 * one
 
@@ -159,6 +160,43 @@ def test_recompute_keeps_block_inputs_and_one_block():
         cost.activation_bytes(config, 2, 96, "fp32", recompute="some")
     with pytest.raises(ValueError):
         cost.flops_per_token(config, 96, "8n")
+
+
+def test_every_second_block_keeps_its_input_and_the_others_all():
+    config = shape(64, 64, 160, 6, 4, 2)
+    sizes = {
+        how: cost.activation_bytes(config, 2, 96, "fp32", recompute=how).saved
+        for how in ("none", "full", "every-1", "every-2", "every-6")
+    }
+    assert sizes["every-1"] == sizes["full"] < sizes["every-2"] < sizes["every-6"] < sizes["none"]
+    with pytest.raises(ValueError):
+        cost.blocks_recomputed("every-0", 6)
+
+
+def test_selective_recomputation_keeps_products_and_attention(monkeypatch):
+    config = shape(64, 64, 160, 3, 4, 2)
+    model = Decoder(config)
+    init.fill(model, 0)
+    model.recompute = "selective"
+    made = []
+    real = recompute.create_selective_checkpoint_contexts
+    monkeypatch.setattr(
+        recompute,
+        "create_selective_checkpoint_contexts",
+        lambda policy: made.append(real(policy)) or made[-1],
+    )
+    between = saved_bytes(model, 2, 96) - 4 * 64 * 64
+    kept = [
+        getattr(leaf, "val", leaf)
+        for forward, _ in made
+        for outputs in forward.storage.values()
+        for leaf in tree_leaves(list(outputs.values()))
+    ]
+    sizes = sum(leaf.nbytes for leaf in kept if isinstance(leaf, torch.Tensor))
+    block = cost.activation_bytes(config, 2, 96, "fp32", recompute="full").saved
+    block -= between  # of which `between` keeps the inputs
+    expected = cost.activation_bytes(config, 2, 96, "fp32", recompute="selective").saved
+    assert expected == pytest.approx(between + sizes + block, rel=0.02)
 
 
 def test_workspace_holds_a_chunk_of_logits_and_never_all_of_them():

@@ -195,7 +195,7 @@ def test_blocks_compile_whole_once_and_give_the_same_gradients():
     torch._dynamo.reset()
     model = build(num_hidden_layers=3)
     compiled = copy.deepcopy(model)
-    compile_blocks(compiled, backend="aot_eager")
+    compile_blocks(compiled.model.layers, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     segments = documents(2, 10, 14)
     for seed in (0, 1):
@@ -211,7 +211,7 @@ def test_blocks_compile_whole_once_and_give_the_same_gradients():
 def test_bf16_blocks_compile_whole():
     torch._dynamo.reset()
     model = build(num_hidden_layers=1, qk_norm=True, qkv_bias=True).bfloat16()
-    compile_blocks(model, backend="aot_eager")
+    compile_blocks(model.model.layers, backend="aot_eager")
     inputs, labels = batch()
     model.recompute = "full"
     model(inputs, labels=labels).loss.backward()

@@ -161,8 +161,8 @@ def test_a_misspelt_key_is_refused_with_the_nearest_one_at_every_depth(own_json)
     assert "did you mean data_types.grad_accum_dtype?" in line
     line = only("zero=zero3_offload", "ds.zero_optimization.offload_optimizer.devise=cpu")
     assert "did you mean zero_optimization.offload_optimizer.device?" in line
-    line = only("zero=pipeline", "parallel.pipeline=2", "ds.pipeline.use_reentrent=false")
-    assert "did you mean pipeline.use_reentrant?" in line
+    line = only("zero=pipeline", "parallel.pipeline=2", "ds.pipeline.pipe_partitoned=false")
+    assert "did you mean pipeline.pipe_partitioned?" in line
     assert "is a block; its keys: enabled" in only("ds.bf16=true")
     line = only(own_json({"zero_optimization": {"stage": 1}, "gradient_cliping": 1}))
     assert "own.json): no such key; did you mean gradient_clipping?" in line
@@ -214,6 +214,7 @@ def test_values_of_the_wrong_type_or_range_are_refused():
         ("ds.checkpoint.tag_validation=Fail", "has no effect"),
         ("ds.tensor_parallel.autotp_size=2", "parallel.tensor"),
         ("ds.pipeline.stages=2", "parallel.pipeline"),
+        ("ds.pipeline.use_reentrant=true", "recompute=full"),
         ("ds.compile.deepcompile=true", "compile=true"),
         ("ds.bfloat16.enabled=true", "precision=bf16"),
         ("ds.gradient_allreduce_op=sum", "mean"),
@@ -252,10 +253,11 @@ def test_options_that_this_stage_does_not_read_are_refused(own_json):
 
 def test_a_pipeline_block_and_pipeline_ranks_belong_together():
     assert "use zero=1, or set parallel.pipeline" in only("zero=pipeline")
-    line = only("ds.pipeline.use_reentrant=true")
+    line = only("ds.pipeline.pipe_partitioned=false")
     assert "has no effect with parallel.pipeline=1; remove it" in line
     assert "use zero=" not in line
-    assert "tied weights" in only("zero=zero3_offload", "parallel.pipeline=2")
+    lines = refused("zero=zero3_offload", "parallel.pipeline=2")
+    assert any("parallel.pipeline=2: DeepSpeed 0.19.8 drops the gradient" in line for line in lines)
 
 
 SUMS = ("precision=bf16",)  # at accumulation 2 ZeRO-1 then builds BF16_Optimizer
@@ -370,6 +372,17 @@ def test_empty_blocks_and_names_with_dots_are_refused(own_json):
     assert "empty block" in line
     dotted = {"zero_optimization": {"stage": 1}, "zero_optimization.overlap_comm": True}
     assert "a dot in a name" in only(own_json(dotted))
+
+
+def test_a_pipeline_sends_whole_activations_and_overlaps_nothing_whatever_the_preset():
+    for zero in ("zero=1", "zero=pipeline"):
+        made = config(zero, "parallel.pipeline=2").json
+        assert made["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+        assert made["zero_optimization"]["overlap_comm"] is False
+    line = only("parallel.pipeline=2", "ds.pipeline.pipe_partitioned=true")
+    assert "a stage sends whole activations" in line
+    line = only("parallel.pipeline=2", "ds.zero_optimization.overlap_comm=true")
+    assert "DeepSpeed switches it off in a pipeline" in line
 
 
 def test_null_removes_a_block_of_the_preset():

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 
-from parallel.layout import Layout, solve, startable
-from recipes.schema import Data, Model, Optim, Parallel, Recipe, Source, UserError
+from parallel import layouts
+from parallel.layout import describe_places, places, share, solve
+from parallel.legal import REFUSED, candidates, problems, refused_pairs
+from recipes.compose import compose
+from recipes.schema import Cluster, Data, Model, Optim, Parallel, Recipe, Source, UserError
 
 
 def recipe(parallel: Parallel | None = None, kv_heads: int = 4, layers: int = 4, **knobs) -> Recipe:
@@ -61,7 +67,12 @@ def test_every_rank_has_one_place_and_tensor_ranks_are_neighbours():
         ({"parallel": Parallel(pipeline=2)}, 2, 3, ["ZeRO-3", "zero=1, 2 or 3"]),
         ({"parallel": Parallel(pipeline=8)}, 8, 1, ["num_hidden_layers=4", "at most 4"]),
         ({"parallel": Parallel(tensor=4), "kv_heads": 2}, 4, 1, ["2 key-value", "sizes: 1, 2"]),
-        ({"parallel": Parallel(context=2, pipeline=2)}, 4, 1, ["does not combine"]),
+        (
+            {"parallel": Parallel(context=2, pipeline=2)},
+            4,
+            1,
+            ["parallel.context=2 with parallel.pipeline=2", "do not combine"],
+        ),
         ({"parallel": Parallel(context=2), "seq_len": 31}, 2, 1, ["seq_len=31", "30 or 32"]),
     ],
 )
@@ -72,6 +83,88 @@ def test_an_illegal_request_is_refused_with_arithmetic_and_a_way_out(knobs, worl
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("axes", "knobs", "world", "parts"),
+    [
+        (Parallel(tensor=4), {"seq_len": 30, "batch_tokens": 8 * 30}, 4, ["30", "= 4", "28 or 32",
+         "parallel.sequence=false"]),
+        (Parallel(context=8), {}, 8, ["parallel.context=8", "4 query", "sizes: 1, 2, 4"]),
+        (Parallel(tensor=2, context=4), {}, 8, ["2 query and 2 key-value", "sizes: 1, 2"]),
+    ],
+)  # fmt: skip
+def test_cut_sequences_and_heads_must_come_out_even(axes, knobs, world, parts):
+    with pytest.raises(UserError) as refused:
+        solve(recipe(axes, **knobs), world, stage=1)
+    for part in parts:
+        assert part in refused.value.problems[0]
+
+
+def test_features_must_divide_and_every_rank_needs_a_word():
+    model = dataclasses.replace(recipe().model, intermediate_size=65, vocab_size=3)
+    with pytest.raises(UserError) as refused:
+        solve(dataclasses.replace(recipe(Parallel(tensor=4)), model=model), world=4, stage=1)
+    assert "model.intermediate_size=65" in str(refused.value)
+    assert "model.vocab_size=3" in str(refused.value)
+
+
+def test_a_vocabulary_is_shared_without_padding():
+    parts = [share(101, 4, index) for index in range(4)]
+    assert [len(part) for part in parts] == [25, 25, 25, 26]
+    assert [word for part in parts for word in part] == list(range(101))
+
+
+def test_the_nearest_legal_layouts_are_named_and_legal():
+    with pytest.raises(UserError) as refused:
+        solve(recipe(Parallel(tensor=2, pipeline=2)), world=8, stage=3)
+    last = refused.value.problems[-1]
+    assert last.startswith("nearest legal layouts of 8 ranks: ")
+    first = last.partition(": ")[2].split("; ")[0]
+    assert first == "parallel.tensor=2 parallel.pipeline=2 zero=1"
+    # Nothing to say where only the data axis was asked for.
+    with pytest.raises(UserError) as plain:
+        solve(recipe(batch_tokens=160), world=2, stage=1)
+    assert len(plain.value.problems) == 1
+
+
+def test_every_pair_that_the_matrix_refuses_is_refused_and_no_other():
+    for candidate, stage in candidates(recipe(batch_tokens=64 * 32), 8):
+        text = " ".join(problems(candidate, 8, stage))
+        pairs = refused_pairs(candidate, stage)
+        assert bool(pairs) == any(REFUSED[pair] in text for pair in REFUSED)
+
+
+def test_layouts_prints_every_layout_once(capsys):
+    assert layouts.main(["--world", "1024", "--all", "--", "70b"]) == 0
+    shown = capsys.readouterr().out
+    number = int(re.search(r"(\d+) legal layouts", shown).group(1))
+    rows = [line.split() for line in shown.splitlines() if re.match(r"  \d+  ", line)]
+    illegal = int(re.search(r"illegal: (\d+)", shown).group(1))
+    assert len(rows) == number
+    assert number + illegal == len(list(candidates(compose("70b", []).recipe, 1024)))
+    assert sum("<- the recipe's" in line for line in shown.splitlines()) == 1
+    own = next(row for row in rows if "<-" in row)
+    assert own[:5] == ["8", "1", "8", "16", "1"]
+    assert "parallel.across_hosts=true" in shown
+
+
+def test_layouts_refuses_what_the_run_would_refuse(capsys):
+    assert layouts.main(["--world", "x", "--", "70b"]) == 93
+    assert layouts.main(["--", "70b", "parallel.tensr=2"]) == 93
+    assert "parallel.tensor" in capsys.readouterr().err
+
+
+def test_places_say_where_the_groups_of_each_axis_are():
+    layout = solve(recipe(Parallel(tensor=2, pipeline=2)), world=8, stage=1)
+    lines = describe_places(layout, ranks_per_host=4)
+    assert lines == [
+        "tensor group of rank 0: ranks 0, 1 (on one host)",
+        "data group of rank 0: ranks 0, 2 (on one host)",
+        "pipeline group of rank 0: ranks 0, 4 (over 2 hosts)",
+    ]
+    assert places(layout)[5] == [1, 0, 0, 1]
+    assert describe_places(solve(recipe(), world=2, stage=1), 8) == []
+
+
 def test_all_broken_rules_are_reported_together():
     axes = Parallel(pipeline=8, context=2)
     with pytest.raises(UserError) as refused:
@@ -79,14 +172,9 @@ def test_all_broken_rules_are_reported_together():
     assert len(refused.value.problems) == 5
 
 
-def test_a_tensor_group_never_crosses_hosts():
-    with pytest.raises(UserError, match="would cross hosts"):
-        solve(recipe(Parallel(tensor=3), kv_heads=3, batch_tokens=32 * 48), world=24, stage=1)
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
-def test_axes_that_cannot_run_yet_are_shown_but_not_started(axis):
-    layout = solve(recipe(Parallel(**{axis: 2})), world=2, stage=1)
-    assert isinstance(layout, Layout)
-    with pytest.raises(UserError, match=f"parallel.{axis}=2"):
-        startable(layout)
+def test_a_tensor_group_crosses_hosts_only_if_asked_to():
+    cluster = Cluster(gpus_per_node=2)
+    with pytest.raises(UserError, match=r"would cross hosts.*across_hosts=true"):
+        solve(recipe(Parallel(tensor=4), cluster=cluster), world=4, stage=1)
+    axes = Parallel(tensor=4, across_hosts=True)
+    assert solve(recipe(axes, cluster=cluster), world=4, stage=1).tensor == 4

@@ -150,12 +150,6 @@ def test_bad_input_is_refused_in_seconds_and_leaves_nothing(clone, words, pair):
     assert sorted(path.name for path in (clone / "runs").iterdir()) == before
 
 
-def test_axes_that_cannot_run_yet_are_refused(clone, pair):
-    done = start(clone, "run=refused", "steps=12", "parallel.tensor=2", nproc=2)
-    assert done.returncode == REFUSED
-    assert "parallel.tensor=2 can be shown but not started" in done.stdout
-
-
 def test_a_refusal_on_two_ranks_prints_one_message_and_ends_all(clone, pair):
     """Started by torchrun directly, where no launcher checks first."""
     words = [*SMALL, "run=refused", "steps=12", "zero=4"]

@@ -89,6 +89,7 @@ def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
         ("zero2-bf16", 2, ["zero=2", "precision=bf16"]),
         ("zero3", 2, ["zero=3"]),
         ("zero1-bf16", 1, ["zero=1", "precision=bf16"]),
+        ("pipeline-bf16", 2, ["parallel.pipeline=2", "precision=bf16"]),
     ],
 )
 def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, nproc, words):
@@ -132,11 +133,11 @@ def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_
 
 
 def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, straight):
-    """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 4 ranks ZeRO-2 -> 1 rank ZeRO-3, other micro-batches."""
+    """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 2 stages x 2 tensor ranks -> 1 rank ZeRO-3."""
     lives = [
         (1, ["zero=1", "micro_batch=8"], 4),
         (2, ["zero=3", "micro_batch=1"], 7),
-        (4, ["zero=2", "micro_batch=2"], 11),
+        (4, ["parallel.pipeline=2", "parallel.tensor=2", "micro_batch=2"], 11),
         (1, ["zero=3", "micro_batch=4"], STEPS),
     ]
     for nproc, words, stop in lives:

@@ -1,0 +1,57 @@
+"""What a block keeps for its backward, and what it runs again.
+
+    none        everything
+    selective   matrix products, attention and what came from other ranks; the cheap rest runs again
+    full        only its input
+    every-K     full in blocks 0, K, 2K, ..., nothing in the others
+
+The one rule: numbers do not change. There is no dropout, hence no random state worth the device
+synchronisation of saving it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+CHOICES = "none, selective, full or every-K (every-2: every second block)"
+EVERY = re.compile(r"every-([1-9]\d*)")
+KEPT = re.compile(
+    r"aten::(mm|addmm|bmm|linear|_?scaled_dot_product.*)|mkldnn::.*|torch_attn::.*|_c10d_functional::.*"
+)
+
+
+def recomputed(recompute: str, index: int) -> str:
+    """none, selective or full: what block number `index` does under the knob `recompute`.
+
+    Raises ValueError for a value that the knob does not have.
+    """
+    if recompute in ("none", "selective", "full"):
+        return recompute
+    every = EVERY.fullmatch(recompute)
+    if every is None:
+        raise ValueError(f"recompute={recompute!r} is not {CHOICES}")
+    return "none" if index % int(every.group(1)) else "full"
+
+
+def run(block: nn.Module, hidden: Tensor, attend, how: str) -> Tensor:
+    """block(hidden, attend), keeping for backward what `how` says."""
+    if how == "none" or not torch.is_grad_enabled():
+        return block(hidden, attend)
+    keywords = {"use_reentrant": False, "preserve_rng_state": False}
+    if how == "selective":
+        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(block, hidden, attend, **keywords)
+
+
+def _policy(context, op, *arguments, **keywords) -> CheckpointPolicy:
+    is_kept = KEPT.fullmatch(op.name().partition(".")[0]) is not None
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

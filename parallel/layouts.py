@@ -1,0 +1,168 @@
+"""`make layouts`: every way to lay a recipe out on a number of ranks. Starts nothing, needs no GPU.
+
+    python -m parallel.layouts [--world 1024] [--all] -- 70b micro_batch=1
+
+Prints what may not be combined, the legal layouts with what they cost, and for every illegal one
+the rule it breaks. The one rule: it decides nothing itself; `parallel.legal` refuses here as it
+does when a run starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel.layout import Layout, most_parameters, solve
+from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
+from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
+from recipes.compose import compose
+from recipes.schema import Recipe, UserError, read_ranks, split_words
+from recipes.table import table
+from runtime.engine_config import load_preset
+from runtime.settle import json_for
+from runtime.state_bytes import state_bytes
+
+GIB = 2**30
+REFUSED_STATUS = 93
+SHOWN = 40
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of `python -m parallel.layouts`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
+    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
+    parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
+    parser.add_argument("words", nargs="+", help="recipe, then overrides")
+    options = parser.parse_args(arguments)
+    try:
+        dish, *words = options.words
+        recipe = compose(dish, words + split_words("OVERRIDES", options.overrides)).recipe
+        axes = recipe.parallel
+        fewest = axes.tensor * axes.pipeline * axes.context
+        world = fewest if options.world is None else read_ranks("WORLD", options.world)
+        own = load_preset(recipe.zero).stage
+    except UserError as error:
+        for problem in error.problems:
+            print(f"refused: {problem}", file=sys.stderr)
+        return REFUSED_STATUS
+    legal, illegal = sort(recipe, world, own)
+    print("\n".join(text(recipe, world, own, legal, illegal, None if options.all else SHOWN)))
+    return 0
+
+
+def sort(
+    recipe: Recipe, world: int, own: int
+) -> tuple[list[tuple[Recipe, Layout, float]], dict[str, list[str]]]:
+    """Legal layouts with their GiB of state per rank, leanest first; problem -> illegal ones.
+
+    `own` is the ZeRO stage of the recipe, whose file of DeepSpeed keys is kept where it applies.
+    """
+    legal, illegal = [], defaultdict(list)
+    for plain, stage in candidates(recipe, world):
+        is_own = (plain.parallel.pipeline > 1) == (recipe.parallel.pipeline > 1) and stage == own
+        candidate = replace(plain, zero=recipe.zero) if is_own else plain
+        name = overrides(candidate.parallel, stage)
+        pairs = refused_pairs(candidate, stage)
+        # By kind, not once per size.
+        broken = [f"{one} with {other}: {REFUSED[one, other]}" for one, other in pairs]
+        broken = broken or problems(candidate, world, stage)
+        if not broken:
+            try:
+                layout = solve(candidate, world, stage)
+                legal.append((candidate, layout, state_gib(candidate, layout)))
+            except UserError as error:
+                broken = error.problems
+        for problem in broken:
+            illegal[problem].append(name)
+    return sorted(legal, key=lambda entry: entry[2]), illegal
+
+
+def state_gib(recipe: Recipe, layout: Layout) -> float:
+    """GiB of training state on the rank that holds most. Raises UserError for a refused JSON."""
+    engine = json_for(recipe, layout)
+    parts = state_bytes(
+        engine.stage,
+        recipe.precision,
+        engine.grad_dtype,
+        layout.accumulates,
+        engine.is_immediate,
+        layout.zero_ranks,
+        engine.is_offloaded,
+        recipe.optim.name,
+    )
+    return sum(parts.values()) * most_parameters(recipe.model, layout) / GIB
+
+
+def text(
+    recipe: Recipe,
+    world: int,
+    own: int,
+    legal: list[tuple[Recipe, Layout, float]],
+    illegal: dict[str, list[str]],
+    most: int | None,
+) -> list[str]:
+    """Lines for people."""
+    rows = [_row(*entry) + [_mark(recipe, own, entry[1])] for entry in legal]
+    shown = [row for number, row in enumerate(rows) if most is None or number < most or row[-1]]
+    head = ["tensor", "context", "pipeline", "data", "zero", "accumulation", "state GiB/rank"]
+    head += ["bubble", "GB said per rank and step: tensor, context, pipeline", ""]
+    lines = ["what may be combined", table(combinations()), ""]
+    lines += [f"{len(legal)} legal layouts of {world} ranks, leanest state first"]
+    lines += [table([head, *shown])]
+    if len(shown) < len(rows):
+        lines += [f"  {len(rows) - len(shown)} more: ALL=1"]
+    lines += ["", f"illegal: {len({name for names in illegal.values() for name in names})}"]
+    for problem, names in illegal.items():
+        count = f"{len(names)} layouts" if len(names) > 1 else "1 layout"
+        lines += [
+            f"  {problem}",
+            f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}",
+        ]
+    return lines
+
+
+def combinations() -> list[list[str]]:
+    """Table of which two features may meet."""
+    banned = {frozenset(pair) for pair in REFUSED}
+    return [["", *FEATURES]] + [
+        [one, *("-" if one == other or _both_stages(one, other) else
+                "no" if frozenset((one, other)) in banned else "yes" for other in FEATURES)]
+        for one in FEATURES
+    ]  # fmt: skip
+
+
+def _both_stages(one: str, other: str) -> bool:
+    return one.startswith("zero") and other.startswith("zero")
+
+
+def _row(recipe: Recipe, layout: Layout, gib: float) -> list[str]:
+    micro_batches = layout.accumulation[-1][1]
+    said = [
+        sum(tensor_bytes(recipe, layout, micro_batches).values()) // layout.pipeline,
+        sum(context_bytes(recipe, layout, micro_batches).values()),
+        2 * pipeline_bytes(recipe, layout, micro_batches) if layout.pipeline > 1 else 0,
+    ]
+    bubble = (layout.pipeline - 1) / (micro_batches + layout.pipeline - 1)
+    return [
+        *(str(getattr(layout, axis)) for axis in ("tensor", "context", "pipeline", "data")),
+        str(layout.stage),
+        str(micro_batches),
+        f"{gib:.2f}",
+        f"{bubble:.0%}" if layout.pipeline > 1 else "",
+        ", ".join(f"{count / 1e9:,.1f}" for count in said),
+    ]
+
+
+def _mark(recipe: Recipe, own: int, layout: Layout) -> str:
+    axes = recipe.parallel
+    asked = (axes.tensor, axes.context, axes.pipeline, own)
+    is_own = asked == (layout.tensor, layout.context, layout.pipeline, layout.stage)
+    return "<- the recipe's" if is_own else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Saves under each of four layouts, loads under each other one, goes on; run by test_crossing.py.
+
+    torchrun crossing_worker.py OUT.json CORPUS FOLDER
+
+Writes the losses of each pair, and which runs below FOLDER hold the same state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from parity_worker import SEQ_LEN, tiny_recipe
+from pipeline_worker import Run
+
+from checkpoint.comm import Ranks
+from checkpoint.commit import save
+from checkpoint.restore import load
+from recipes.schema import Parallel, Recipe
+from runtime import process
+
+SAVED, LAST = 2, 4  # steps
+# name: (ZeRO stage, axes)
+LAYOUTS: dict[str, tuple[int, dict]] = {
+    "pipeline 2 x tensor 2, ZeRO-1": (1, {"pipeline": 2, "tensor": 2}),
+    "data 4, ZeRO-3": (3, {}),
+    "pipeline 4, ZeRO-1": (1, {"pipeline": 4}),
+    "tensor 2 x data 2, ZeRO-2": (2, {"tensor": 2}),
+}
+
+
+def recipe_of(name: str, corpus: Path) -> Recipe:
+    """Tied, and a vocabulary that two tensor ranks cannot share evenly."""
+    stage, axes = LAYOUTS[name]
+    recipe = tiny_recipe(
+        corpus,
+        stage=stage,
+        micro_batch=2,
+        precision="fp32",
+        parallel=Parallel(**axes),
+        batch_tokens=8 * SEQ_LEN,
+        steps=LAST,
+    )
+    model = dataclasses.replace(recipe.model, num_hidden_layers=4, vocab_size=65)
+    return dataclasses.replace(recipe, model=model)
+
+
+def train(run: Run, first: int, last: int) -> list[float]:
+    """Losses of the updates `first` to `last`."""
+    return [float(run.step(step).loss) for step in range(first, last + 1)]
+
+
+def save_to(folder: Path, run: Run, ranks: Ranks) -> None:
+    state: dict[str, Any] = {"step": SAVED, "recipe": dataclasses.asdict(run.recipe)}
+    report = save(folder, SAVED, run.engine.fragments(), state, ranks)
+    assert report.ok, report.problem
+
+
+def main(out: Path, corpus: Path, folder: Path) -> None:
+    seen: dict[str, Any] = {"before": {}, "after": {}, "same": []}
+    # One engine after the other: DeepSpeed keeps the grid of the last one in globals.
+    ranks = None
+    for name in LAYOUTS:
+        run = Run(recipe_of(name, corpus))
+        ranks = ranks or Ranks()
+        seen["before"][name] = train(run, 1, SAVED)
+        save_to(folder / name, run, ranks)
+    for target in LAYOUTS:
+        run = Run(recipe_of(target, corpus))
+        for source in LAYOUTS:
+            if source == target:
+                continue
+            load(folder / source, run.engine.fragments(), ranks)
+            run.engine.after_load(SAVED)
+            if not any(again == target for _, again in seen["same"]):
+                save_to(folder / f"{target} again", run, ranks)
+                seen["same"].append((source, target))
+            seen["after"][f"{source} -> {target}"] = train(run, SAVED + 1, LAST)
+    if process.launched_rank() == 0:
+        out.write_text(json.dumps(seen))
+    process.finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,54 @@
+"""Any layout saves, any layout loads: twelve crossings of four layouts, in one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from crossing_worker import LAST, LAYOUTS, SAVED, recipe_of
+from plain_loop import plain_loop, relative
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from checkpoint.export import export
+
+WORKER = Path(__file__).with_name("crossing_worker.py")
+TIMEOUT_S = 280
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("crossing")
+
+
+@pytest.fixture(scope="module")
+def seen(short_documents, folder) -> dict:
+    arguments = str(folder / "seen.json"), str(short_documents), str(folder)
+    return run_ranks(WORKER, 4, TIMEOUT_S, *arguments)
+
+
+@pytest.fixture(scope="module")
+def expected(short_documents) -> list[float]:
+    """Losses of a plain loop that never stopped."""
+    return plain_loop(recipe_of(next(iter(LAYOUTS)), short_documents), LAST)["loss"]
+
+
+def test_losses_go_on_as_if_the_layout_had_not_changed(seen, expected):
+    assert len(seen["after"]) == len(LAYOUTS) * (len(LAYOUTS) - 1) == 12
+    for name, losses in seen["before"].items():
+        assert relative(losses, expected[:SAVED]) < 1e-6, name
+    for name, losses in seen["after"].items():
+        assert relative(losses, expected[SAVED:]) < 1e-6, name
+
+
+def test_what_went_through_another_layout_exports_the_same_weights_to_the_bit(seen, folder):
+    assert len(seen["same"]) == len(LAYOUTS)
+    for number, (source, target) in enumerate(seen["same"]):
+        made = []
+        for name in (source, f"{target} again"):
+            out = folder / f"exported {number} {name}"
+            export(folder / name, out, dtype="fp32", check=False)
+            made.append(load_file(out / "model.safetensors"))
+        assert made[0].keys() == made[1].keys()
+        assert all(torch.equal(tensor, made[1][key]) for key, tensor in made[0].items())
