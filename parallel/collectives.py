@@ -8,10 +8,21 @@ the flattened batch, which makes every gather one contiguous copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+SAID = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 _OPS = torch.ops._c10d_functional
+
+
+def intercept(wrap: Callable[[str, Callable], Callable]) -> None:
+    """From now on every operator of `SAID` is `wrap(name, operator)`: for counting."""
+    global _OPS
+    wrapped = {name: wrap(name, getattr(_OPS, name)) for name in SAID}
+    _OPS = SimpleNamespace(**wrapped, wait_tensor=_OPS.wait_tensor)
 
 
 def wait(tensor: Tensor) -> Tensor:

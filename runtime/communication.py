@@ -8,8 +8,9 @@ this rank sees it (the gathered tensor, the tensor before it is scattered), what
 moves it. With n ranks a ring sends 2 (n-1)/n of the payload of an all_reduce and (n-1)/n of that of
 a gather or a scatter.
 
-Not counted: collectives that torch issues inside a call (only the outermost counts), and those
-compiled into a graph (functional collectives).
+Cut modules say theirs by the functional form (`parallel.collectives`), which is heard as well. Not
+counted: collectives that torch issues inside a call (only the outermost counts), and those of
+compiled blocks, which no Python function sees.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from parallel import collectives
 
 # What torch calls it -> what it is.
 COLLECTIVES = {
@@ -43,6 +46,7 @@ COLLECTIVES = {
     "recv": "recv",
     "irecv": "recv",
 }
+FUNCTIONAL = "functional "  # before the names of those that cut modules say
 
 
 class Call(NamedTuple):
@@ -67,6 +71,7 @@ class Counter:
             setattr(dist, name, wrapped)
             # P2POp takes only what torch's own module knows as isend and irecv.
             setattr(distributed_c10d, name, wrapped)
+        collectives.intercept(self._wrap_functional)
         self._watch_backward()
 
     def take(self) -> list[Call]:
@@ -89,6 +94,20 @@ class Counter:
                 return function(*arguments, **keywords)
             finally:
                 self._outer.is_inside = False
+
+        return counted
+
+    def _wrap_functional(self, name: str, function: Any):
+        """`function(tensor, ..., group name)` gives its result as a tensor."""
+
+        def counted(*arguments):
+            result = function(*arguments)
+            if not torch.compiler.is_compiling():
+                ranks = dist.get_world_size(distributed_c10d._resolve_process_group(arguments[-1]))
+                size = payload([arguments[0], result])
+                call = Call(COLLECTIVES[name], FUNCTIONAL + name, size, ranks, self._in_backward)
+                self._calls.append(call)
+            return result
 
         return counted
 

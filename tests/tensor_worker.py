@@ -11,7 +11,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.stream import Stream
 from model.decoder import Decoder, compile_blocks
 from model.init import fill, initial_weight
-from parallel import collectives, tensor
+from parallel import tensor
 from parallel.layout import most_parameters, parameters_of
 from parallel.mesh import make_mesh
 from parallel.traffic import (
@@ -40,14 +39,15 @@ from parallel.traffic import (
 from recipes.schema import Recipe, UserError
 from runtime import process
 from runtime.batches import to_device
+from runtime.communication import FUNCTIONAL, Counter, bytes_by_kind
 from runtime.engine import Engine, decoder_config
 from runtime.settle import Settled, settle
 
 NAMES = {
     "all_reduce": ALL_REDUCE,
-    "all_gather_into_tensor": GATHER,
-    "reduce_scatter_tensor": SCATTER,
-    "all_to_all_single": EXCHANGE,
+    "all_gather": GATHER,
+    "reduce_scatter": SCATTER,
+    "all_to_all": EXCHANGE,
 }
 COUNTED = [
     Case(tensor=2, sequence=True),
@@ -59,27 +59,6 @@ COUNTED = [
     Case(context=2, recompute="full", stage=2),
 ]
 LONG = 100
-
-
-class Listening:
-    """Stands before torch's functional collectives and counts bytes of the larger side."""
-
-    def __init__(self, ops: Any):
-        self.ops = ops
-        self.heard: Counter[str] = Counter()
-
-    def __getattr__(self, name: str):
-        function = getattr(self.ops, name)
-        if name not in NAMES:
-            return function
-
-        def said(tensor: torch.Tensor, *arguments):
-            result = function(tensor, *arguments)
-            larger = max(tensor.numel(), result.numel())
-            self.heard[NAMES[name]] += larger * tensor.element_size()
-            return result
-
-        return said
 
 
 class Order(TorchDispatchMode):
@@ -103,20 +82,22 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int):
     return engine.train_step(batches, data.num_targets, data.num_tokens)
 
 
-def counts(case: Case, corpus: Path, listening: Listening) -> dict:
+def counts(case: Case, corpus: Path, counter: Counter) -> dict:
     """Bytes that one step says, and those of the formulas; parameters held, and those foretold."""
     recipe = recipe_of(case, corpus)
     engine, stream, settled = engine_of(recipe)
     is_initial = has_initial_weights(engine, recipe)
     one_step(engine, stream, settled, 1)
-    listening.heard.clear()
+    counter.take()
     one_step(engine, stream, settled, 2)
+    said = [call for call in counter.take() if call.function.startswith(FUNCTIONAL)]
+    heard = {NAMES[kind]: size for kind, size in bytes_by_kind(said).items()}
     layout = settled.layout
     foretold = tensor_bytes(recipe, layout, case.accumulation)
     foretold += context_bytes(recipe, layout, case.accumulation)
     held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
     return {
-        "heard": dict(listening.heard),
+        "heard": heard,
         "foretold": dict(foretold),
         "is_initial": is_initial,
         "held": held,
@@ -272,12 +253,11 @@ def main(out: Path, corpus: Path) -> None:
     case = Case(tensor=2)
     seen["differences"]["compiled"] = whole_and_cut(case, corpus, compiled=True)
     seen["backward"] = overlap(corpus)
-    collectives._OPS = listening = Listening(collectives._OPS)
+    counter = Counter()
     for case in COUNTED:
         found: list = [None] * 2
-        dist.all_gather_object(found, counts(case, corpus, listening))
+        dist.all_gather_object(found, counts(case, corpus, counter))
         seen["counts"][case.name] = found
-    collectives._OPS = listening.ops
     seen["gathers"] = stage_3_gathers(corpus, heard)
     seen["selective"] = selective_says_nothing_more(corpus)
     seen["replicas"] = replicas(corpus)
