@@ -77,7 +77,7 @@ def test_stages_hold_every_weight_once_under_its_name(seen, short_documents, nam
     times: Counter[str] = Counter()
     for names in seen["cases"][name]["names"]:
         found |= names
-        times.update(names)
+        times.update(list(names))
     assert found == expected
     assert set(times.values()) == {copies}
 
@@ -110,8 +110,11 @@ def test_the_bubble_is_the_textbooks(seen, stages):
 
 
 def test_what_would_end_in_a_wait_is_refused_by_every_rank(seen):
-    said = seen["refusals"]["groups"]
-    assert all("pipeline stages have different parameter groups" in line for line in said), said
+    for kind, message in (
+        ("groups", "pipeline stages have different parameter groups"),
+        ("hashes", "ranks 0 and 2 share data coordinate 0 but trained on different samples"),
+    ):
+        assert all(message in said for said in seen["refusals"][kind]), seen["refusals"][kind]
 
 
 def test_a_rank_that_raises_ends_all(launch):
@@ -151,7 +154,8 @@ def test_stages_add_up_to_the_model():
     assert sum(cost.flops for cost in costs) == pytest.approx(
         flops_per_token(model, 8192), rel=1e-9
     )
-    assert max(cost.flops for cost in costs) < 1.08 * sum(cost.flops for cost in costs) / 8
+    # 80 blocks and a head of 1.05 blocks on 8 stages: 11 blocks somewhere, 10.1 on average.
+    assert max(cost.flops for cost in costs) < 1.09 * sum(cost.flops for cost in costs) / 8
 
 
 def bounded(given: str, stages: int = 2):
