@@ -100,8 +100,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, in the type of x."""
-    # One kernel on CUDA; the same arithmetic and the same two things kept. Compiled, torch 2.11 would
-    # give `_RMSNorm` wrong gradients without a word: it loses what forward saved beside its inputs.
+    # One kernel on CUDA; the same arithmetic and the same two things kept. Compiled by torch 2.11,
+    # `_RMSNorm` has wrong gradients without a word: what forward saved beside its inputs is lost.
     if x.is_cuda or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)

@@ -23,7 +23,8 @@ from recipes.schema import UserError
 from runtime.settle import settle
 
 TESTS = Path(__file__).parent
-TIMEOUT_S = 280
+TIMEOUT_S = 280  # of one launch
+pytestmark = pytest.mark.timeout(900)  # the first test waits for two
 COVER = cover(case for case in every() if case.world == 4)
 THREE_AXES = [
     Case(tensor=2, pipeline=2, data=2, accumulation=4, tied=True),
