@@ -88,7 +88,7 @@ def state_gib(recipe: Recipe, layout: Layout) -> float:
         engine.stage,
         recipe.precision,
         engine.grad_dtype,
-        layout.accumulates,
+        layout.accumulates or layout.pipeline > 1,
         engine.is_immediate,
         layout.zero_ranks,
         engine.is_offloaded,

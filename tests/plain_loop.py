@@ -20,6 +20,7 @@ from runtime.learning_rate import learning_rate, warmup_steps
 from runtime.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
+ROWS = 4  # sequences per pass
 
 
 def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
@@ -34,7 +35,7 @@ def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
     warmup = warmup_steps(recipe.warmup, recipe.steps)
     seen: dict[str, list] = {"loss": [], "norm": []}
     for step in range(1, steps + 1):
-        data = stream.step(step, 0, 1, 1)
+        data = stream.step(step, 0, 1, ROWS)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe.optim, warmup, recipe.steps)
         optimizer.zero_grad()
@@ -48,7 +49,7 @@ def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
         seen["loss"].append(total)
         seen["norm"].append(norm.item())
     if eval_tokens:
-        batches = stream.evaluation(0, 1, 1, eval_tokens)
+        batches = stream.evaluation(0, 1, ROWS, eval_tokens)
         with torch.no_grad():
             losses = [model(**to_device(b, CPU), num_items_in_batch=1).loss for b in batches]
         seen["eval"] = float(sum(losses)) / sum(int((b.labels >= 0).sum()) for b in batches)
