@@ -1,0 +1,59 @@
+"""A run folder that cannot be written is refused before the run starts, with the path."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from recipes.schema import UserError
+from runtime.run_folder import refuse_busy
+
+MODE_OF_OTHERS = 0o555
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder as seen by a user to whom modes matter, which they do not to root."""
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & 0o200))
+    folder = tmp_path / "shared"
+    for name in ("checkpoints", "ledger", "tensorboard/segment0", "logs"):
+        (folder / name).mkdir(parents=True)
+    for name in (".lock", "metrics.jsonl", "ledger/steps.jsonl", "recipe.yaml", "logs/rank-0.log"):
+        (folder / name).touch()
+    yield folder
+    for path in folder.rglob("*"):  # so that pytest can remove them
+        path.chmod(0o755)
+
+
+def test_a_folder_that_can_be_written_is_taken(run):
+    for name in ("recipe.yaml", "logs/rank-0.log", "logs"):  # replaced, or not needed
+        (run / name).chmod(MODE_OF_OTHERS)
+    refuse_busy(run)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "metrics.jsonl",
+        "checkpoints",
+        "ledger",
+        "ledger/steps.jsonl",
+        "tensorboard",
+        "tensorboard/segment0",
+    ],
+)
+def test_what_a_resumed_run_adds_to_must_be_writable(run, name):
+    (run / name).chmod(MODE_OF_OTHERS)
+    with pytest.raises(UserError, match=f"no permission to write {re.escape(str(run / name))};"):
+        refuse_busy(run)
+
+
+def test_several_places_are_one_line_with_their_number(run):
+    for name in ("checkpoints", "ledger", "tensorboard"):
+        (run / name).chmod(MODE_OF_OTHERS)
+    with pytest.raises(UserError, match=r"checkpoints \(and 2 more in that folder\)"):
+        refuse_busy(run)
