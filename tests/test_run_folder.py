@@ -1,4 +1,4 @@
-"""A run folder that cannot be written is refused before the run starts, with the path."""
+"""A folder that cannot be written is refused before the work starts, with the path."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 
 import pytest
 
+from compare import profile, sweep
+from data import importing, train_tokenizer
+from launch import doctor
 from recipes.schema import UserError
 from runtime.run_folder import refuse_busy
 
@@ -57,3 +60,39 @@ def test_several_places_are_one_line_with_their_number(run):
         (run / name).chmod(MODE_OF_OTHERS)
     with pytest.raises(UserError, match=r"checkpoints \(and 2 more in that folder\)"):
         refuse_busy(run)
+
+
+def test_a_tokenizer_is_not_trained_where_it_cannot_be_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_tokenizer, "train", lambda *_: pytest.fail("it was trained"))
+    (tmp_path / "closed").touch()
+    out = tmp_path / "closed" / "tokenizer"
+    assert train_tokenizer.main(["--in", "x", "--vocab", "300", "--out", str(out)]) == 1
+    assert f"OUT={out}: {tmp_path / 'closed'}: " in capsys.readouterr().err
+
+
+def test_an_import_says_where_it_may_not_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importing, "find_foreign", lambda *_: [])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    words = ["--in", "x", "--out", str(tmp_path / "c"), "vocab_size=9", "eod_id=0"]
+    assert importing.main(words) == 1
+    assert f"OUT={tmp_path / 'c'}: {tmp_path}: Permission denied" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("verb", "inner", "words"),
+    [
+        (doctor, "examine", []),
+        (sweep, "compare_variants", ["--sweep", "zero=1,2"]),
+        (profile, "prepare", ["--run", "x"]),
+    ],
+)
+def test_a_closed_folder_is_a_line_and_no_traceback(verb, inner, words, monkeypatch, capsys):
+    def closed(*_):
+        raise PermissionError(13, "Permission denied", "/of/another/user")
+
+    monkeypatch.setattr(verb, inner, closed)
+    assert verb.main(words) != 0
+    said = capsys.readouterr().err
+    assert "/of/another/user" in said
+    assert "Permission denied" in said
