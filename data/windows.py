@@ -40,8 +40,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows with their document starts: tokens (B, T+1) int32; starts as (row, position) in rows,
-    ascending.
+    """Windows with their document starts: tokens (B, T+1), any integer type; starts as (row,
+    position) in rows, ascending.
     """
 
     tokens: np.ndarray
@@ -52,6 +52,23 @@ class Rows:
     @property
     def seq_len(self) -> int:
         return self.tokens.shape[1] - 1
+
+    def split(self, parts: int) -> list[Rows]:
+        """The same rows in that many equal parts, in order; views."""
+        size = len(self.tokens) // parts
+        if parts == 1:
+            return [self]
+        bounds = np.arange(parts + 1) * size
+        at = np.searchsorted(self.start_row, bounds).tolist()
+        return [
+            Rows(
+                self.tokens[low : low + size],
+                self.start_row[at[number] : at[number + 1]] - low,
+                self.start_position[at[number] : at[number + 1]],
+                self.hashes[low : low + size],
+            )
+            for number, low in enumerate(bounds[:-1].tolist())
+        ]
 
 
 def make_batches(
@@ -68,20 +85,17 @@ def make_batches(
     assert num_rows % micro_batch == 0
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
-    segment_ids = np.zeros((num_rows, seq_len), dtype=np.int32)
     row, position = cuts(rows.start_row, rows.start_position, attend)
-    if len(row):
-        labels[row, position - 1] = IGNORED
-        is_inside = position < seq_len  # a start at T only ends the last document
-        row, position = row[is_inside], position[is_inside]
-        segment_ids[row, position] = 1
-        np.cumsum(segment_ids, axis=1, out=segment_ids)
+    flat = row * seq_len + position
+    if len(flat):
+        labels.reshape(-1)[flat - 1] = IGNORED
+        flat = flat[position < seq_len]  # a start at T only ends the last document
     if is_padding is not None:
         labels[is_padding] = IGNORED
     if is_masked is not None:
         labels[is_masked[:, 1:]] = IGNORED
-    flat = row * seq_len + position
-    first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len)
+    segment_ids = segments(flat, num_rows, seq_len)
+    first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
     batches = []
     for number, low in enumerate(range(0, num_rows, micro_batch)):
         mine = slice(low, low + micro_batch)
@@ -116,6 +130,19 @@ def num_targets(
     token.
     """
     return num_rows * seq_len - len(cuts(row, position, attend)[0])
+
+
+def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
+    """Number of the document within its row, (num_rows, T) int32, of flattened rows that are cut at
+    `flat` (ascending) besides their own ends.
+    """
+    if not len(flat):
+        return np.zeros((num_rows, seq_len), dtype=np.int32)
+    starts = np.concatenate([np.arange(num_rows + 1) * seq_len, flat])
+    starts.sort()
+    row = starts[:-1] // seq_len
+    number = np.arange(len(row)) - np.searchsorted(row, row)
+    return np.repeat(number.astype(np.int32), np.diff(starts)).reshape(num_rows, seq_len)
 
 
 def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[np.ndarray, int]:
