@@ -32,7 +32,8 @@ class Samples:
     ):
         self.uids, self.corpora, self.seq_len, self.vocab_size = uids, corpora, seq_len, vocab_size
         self.splits = [corpus.splits.get(split) for corpus in corpora]
-        self._dtype = np.result_type(*(split.dtype for split in self.splits if split), np.uint8)
+        types = {split.dtype for split in self.splits if split}
+        self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int32)
         self._end_ids = np.array([corpus.eod_id for corpus in corpora])
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
@@ -72,7 +73,7 @@ class Samples:
 
     def read(self, source, start, is_damaged=None) -> tuple[np.ndarray, np.ndarray]:
         """(tokens (n, T + 1), hashes (n,) uint64) of samples, ids checked; tokens have the type
-        of the shards, or one that holds those of all sources.
+        of the shards, int32 where the sources differ.
 
         A damaged sample (bool, (n,)) is not read: its row is filled with the end id.
         """

@@ -34,11 +34,11 @@ from data.schedule import Schedule
 from data.shards import Split
 from data.skips import Mask, Skips, digest
 from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
-from data.windows import Batch, Rows, cuts, make_batches
+from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
 # Done at once, to spread numpy's cost per call over small steps:
-LOCATE_AHEAD = 4096  # windows put in order
+LOCATE_AHEAD = 4096  # windows put in order, and the most samples of all ranks below
 STARTS_AHEAD = 256  # samples whose documents are looked up
 READ_AHEAD = 64  # samples of a rank that are read and checked
 NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -319,7 +319,7 @@ class Stream:
             # hashes all of it, which the first batch of a life should not wait for.
             is_next = ready.place == place and ready.end == data_step
             ahead = 2 * (ready.end - ready.first) if is_next else 1
-            ahead = min(ahead, max(1, READ_AHEAD // own))
+            ahead = max(1, min(ahead, READ_AHEAD // own, LOCATE_AHEAD // (end - first)))
             stop = min(data_step + ahead, self.schedule.end_of_piece(data_step))
             if self.data.on_damage == "quarantine" or self._is_masked_in(data_step, stop):
                 stop = data_step + 1
@@ -354,19 +354,18 @@ class Stream:
             source[mine], start[mine], None if is_damaged is None else is_damaged[mine]
         )
         rows = self._train.rows(tokens, hashes, source, row, position, mine).split(steps)
-        cut_row, cut_position = cuts(row, position, attend)
-        num_cuts = np.bincount(cut_row // size, minlength=steps).tolist()
-        number = np.repeat(np.arange(steps) * len(self.uids), size) + source
-        counts = np.bincount(number, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()
+        targets = num_targets(steps, size, self.seq_len, row, position, attend)
+        cell = np.repeat(np.arange(steps) * len(self.uids), size) + source
+        counts = np.bincount(cell, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()
         left_out = self._masked(data_step, source, start, is_damaged)
         is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
-        taken = 0 if left_out is None else left_out.num_targets(cut_row, cut_position)
+        taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
         parts = [
             _Part(
                 sample_range=(first + number * size, first + (number + 1) * size),
                 rows=rows[number],
                 is_masked=is_masked,
-                num_targets=size * self.seq_len - num_cuts[number] - taken,
+                num_targets=targets[number] - taken,
                 source_counts=counts[number],
                 num_masked=taken,
                 quarantined=quarantined,

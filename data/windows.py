@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NO_CUTS = np.zeros(0, dtype=np.int64)
 IGNORED = -100  # torch's and Hugging Face's mark for "no target here"
 
 
@@ -85,9 +86,10 @@ def make_batches(
     assert num_rows % micro_batch == 0
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
-    row, position = cuts(rows.start_row, rows.start_position, attend)
-    flat = row * seq_len + position
-    if len(flat):
+    flat = NO_CUTS
+    if attend == "within" and len(rows.start_row):
+        row, position = cuts(rows.start_row, rows.start_position, attend)
+        flat = row * seq_len + position
         labels.reshape(-1)[flat - 1] = IGNORED
         flat = flat[position < seq_len]  # a start at T only ends the last document
     if is_padding is not None:
@@ -95,7 +97,7 @@ def make_batches(
     if is_masked is not None:
         labels[is_masked[:, 1:]] = IGNORED
     segment_ids = segments(flat, num_rows, seq_len)
-    first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
+    first = flat.searchsorted(np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
     batches = []
     for number, low in enumerate(range(0, num_rows, micro_batch)):
         mine = slice(low, low + micro_batch)
@@ -124,12 +126,13 @@ def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray
 
 
 def num_targets(
-    num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
-) -> int:
-    """Targets in windows of T + 1 tokens with these document starts: known without reading a
-    token.
+    steps: int, num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
+) -> list[int]:
+    """Targets of each of `steps` batches of `num_rows` windows of T + 1 tokens, which have these
+    document starts, rows counted through: known without reading a token.
     """
-    return num_rows * seq_len - len(cuts(row, position, attend)[0])
+    lost = np.bincount(cuts(row, position, attend)[0] // num_rows, minlength=steps)
+    return (num_rows * seq_len - lost).tolist()
 
 
 def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
@@ -138,11 +141,11 @@ def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
     """
     if not len(flat):
         return np.zeros((num_rows, seq_len), dtype=np.int32)
-    starts = np.concatenate([np.arange(num_rows + 1) * seq_len, flat])
+    starts = np.concatenate([np.arange(0, num_rows * seq_len + 1, seq_len), flat])
     starts.sort()
     row = starts[:-1] // seq_len
-    number = np.arange(len(row)) - np.searchsorted(row, row)
-    return np.repeat(number.astype(np.int32), np.diff(starts)).reshape(num_rows, seq_len)
+    number = np.arange(len(row), dtype=np.int32) - row.searchsorted(row).astype(np.int32)
+    return number.repeat(starts[1:] - starts[:-1]).reshape(num_rows, seq_len)
 
 
 def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[np.ndarray, int]:
@@ -156,14 +159,14 @@ def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[
     """
     if not len(inner):
         return _uncut(num_rows, seq_len).copy(), min(seq_len, 1 << (seq_len - 1).bit_length())
-    ends = np.concatenate([np.arange(num_rows + 1) * seq_len, inner])
+    ends = np.concatenate([np.arange(0, num_rows * seq_len + 1, seq_len), inner])
     ends.sort()
     count = num_rows * max(8, seq_len // 32) + 1
     while count < len(ends):
         count = 2 * (count - 1) + 1
     padded = np.full(count, num_rows * seq_len, dtype=np.int32)
     padded[: len(ends)] = ends
-    longest = int(np.diff(ends).max())
+    longest = int((ends[1:] - ends[:-1]).max())
     return padded, min(seq_len, 1 << (longest - 1).bit_length())
 
 
