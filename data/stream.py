@@ -40,7 +40,7 @@ from recipes.schema import Data, UserError
 # Done at once, to spread numpy's cost per call over small steps:
 LOCATE_AHEAD = 4096  # windows put in order, and the most samples of all ranks below
 STARTS_AHEAD = 256  # samples whose documents are looked up
-READ_AHEAD = 64  # samples of a rank that are read and checked
+READ_AHEAD = 128  # samples of a rank that are read and checked; each may hash a block of 8 MiB
 NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
 
