@@ -69,7 +69,7 @@ class Order:
         pair = epoch * len(self.uids) + source
         if len(pair) and (pair == pair[0]).all():  # one source, one epoch: nothing to sort
             key = self._key(int(source[0]), int(epoch[0]))
-            return np.broadcast_to(key[:, None], (NUM_ROUNDS, len(pair)))
+            return key[:, None]
         pairs, which = np.unique(pair, return_inverse=True)
         columns = [
             self._key(int(pair % len(self.uids)), int(pair // len(self.uids))) for pair in pairs
@@ -130,20 +130,24 @@ def half_bits(n: int) -> int:
 def _one_key(index, n: int, seed: int, inverse: bool) -> np.ndarray:
     index = np.atleast_1d(np.asarray(index))
     keys = round_keys(seed)[:, None]
-    size, half = np.full(len(index), n), np.full(len(index), half_bits(n), dtype=np.uint64)
-    return _walk(index, size, half, np.broadcast_to(keys, (NUM_ROUNDS, len(index))), inverse)
+    size, half = np.full(1, n), np.full(1, half_bits(n), dtype=np.uint64)
+    return _walk(index, size, half, keys, inverse)
 
 
 def _walk(index, size, half, keys, inverse=False) -> np.ndarray:
     """Feistel images, applied again while they fall outside [0, size): at most four times on
     average.
     """
+    if keys.shape[1] == 1:  # one key for all: its numbers are broadcast
+        size, half = size[:1], half[:1]
     size = size.astype(np.uint64)
     x = _feistel(index.astype(np.uint64), half, keys, inverse)
     outside = np.flatnonzero(x >= size)
     while len(outside):
-        x[outside] = _feistel(x[outside], half[outside], keys[:, outside], inverse)
-        outside = outside[x[outside] >= size[outside]]
+        own = outside if len(size) > 1 else slice(None)
+        image = _feistel(x[outside], half[own], keys[:, own], inverse)
+        x[outside] = image
+        outside = outside[image >= size[own]]
     return x
 
 

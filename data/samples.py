@@ -32,6 +32,8 @@ class Samples:
     ):
         self.uids, self.corpora, self.seq_len, self.vocab_size = uids, corpora, seq_len, vocab_size
         self.splits = [corpus.splits.get(split) for corpus in corpora]
+        types = {split.dtype for split in self.splits if split}
+        self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int32)
         self._end_ids = np.array([corpus.eod_id for corpus in corpora])
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
@@ -70,14 +72,15 @@ class Samples:
         return first[0], end[1]
 
     def read(self, source, start, is_damaged=None) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens (n, T + 1) int32, hashes (n,) uint64) of samples, ids checked.
+        """(tokens (n, T + 1), hashes (n,) uint64) of samples, ids checked; tokens have the type
+        of the shards, int32 where the sources differ.
 
         A damaged sample (bool, (n,)) is not read: its row is filled with the end id.
         """
         if is_damaged is None and len(source) and (source == source[0]).all():
-            tokens = self._ids(int(source[0]), start).astype(np.int32)
+            tokens = self._ids(int(source[0]), start)
             return tokens, sample_hashes(tokens)
-        tokens = np.empty((len(source), self.seq_len + 1), dtype=np.int32)
+        tokens = np.empty((len(source), self.seq_len + 1), dtype=self._dtype)
         is_read = np.ones(len(source), dtype=bool) if is_damaged is None else ~is_damaged
         tokens[~is_read] = self._end_ids[source[~is_read], None]
         for number, which in groups(np.where(is_read, source, -1)):

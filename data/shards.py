@@ -68,11 +68,14 @@ class Split:
         with self._lock:
             for shard, mine in groups(pieces.shard):
                 opened = self._opened(shard)
-                opened.checker.check(opened.fd, first_byte[mine], end_byte[mine])
+                fd = opened.fd
+                opened.checker.check(fd, first_byte[mine], end_byte[mine])
                 path = self.shards[shard].bin_path
                 ranges = (place[mine], first_byte[mine], end_byte[mine])
                 for at, low, high in zip(*(column.tolist() for column in ranges), strict=True):
-                    read_exactly(opened.fd, data[at : at + high - low], low, path)
+                    target = data[at : at + high - low]
+                    if os.preadv(fd, (target,), low) != high - low:
+                        read_exactly(fd, target, low, path)
         return tokens
 
     def document_starts(self, start: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,9 +38,9 @@ from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
 # Done at once, to spread numpy's cost per call over small steps:
-LOCATE_AHEAD = 4096  # windows put in order
+LOCATE_AHEAD = 4096  # windows put in order, and the most samples of all ranks below
 STARTS_AHEAD = 256  # samples whose documents are looked up
-READ_AHEAD = 64  # samples of a rank that are read
+READ_AHEAD = 128  # samples of a rank that are read and checked; each may hash a block of 8 MiB
 NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
 
@@ -78,7 +78,19 @@ class _Starts(NamedTuple):
     position: np.ndarray
 
 
-class _Read(NamedTuple):
+class _Part(NamedTuple):
+    """One rank's rows of a data step, and what is known of the global batch."""
+
+    sample_range: tuple[int, int]
+    rows: Rows
+    is_masked: np.ndarray | None
+    num_targets: int
+    source_counts: list[int]
+    num_masked: int
+    quarantined: tuple[int, ...]
+
+
+class _Ready(NamedTuple):
     """What one rank (its place: data rank, size, micro-batch) trains on in data steps [first, end),
     all of one size.
     """
@@ -86,8 +98,7 @@ class _Read(NamedTuple):
     first: int
     end: int
     place: tuple
-    tokens: np.ndarray
-    hashes: np.ndarray
+    parts: list[_Part]
 
 
 class Stream:
@@ -122,7 +133,7 @@ class Stream:
         self._masks = [(mask, *self._masked_tokens(mask)) for mask in self.skips.masks]
         self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
         self._starts = _Starts(0, 0, *np.zeros((2, 0), dtype=np.int64))
-        self._read = _Read(0, 0, (), *np.zeros((2, 0), dtype=np.int64))
+        self._ready = _Ready(0, 0, (), [])
 
     def step(self, step: int, data_rank: int, data_size: int, micro_batch: int) -> StepData:
         """The micro-batches of step N >= 1 for data-parallel coordinate `data_rank` of `data_size`.
@@ -132,44 +143,22 @@ class Stream:
         pipeline, context) get the same. Raises UserError for a batch that does not divide, and for
         damaged data.
         """
-        data_step, attend = self.skips.data_step(step), self.data.attend
-        first, end = self.sample_range(data_step)
-        mine = own_positions(end - first, data_rank, data_size, micro_batch)
-        source, start = self.locate(first, end)
-        is_damaged = None
-        if self.data.on_damage == "quarantine":
-            is_damaged = self._train.damaged(source, start)
-            if is_damaged.all():
-                raise UserError(
-                    f"step {step}: every sample of its batch touches a damaged block of its corpus;"
-                    " data.on_damage=quarantine leaves nothing to train on: restore the corpus"
-                )
-        row, position = self._document_starts(first, end)
-        if is_damaged is not None:
-            row, position = row[~is_damaged[row]], position[~is_damaged[row]]
-        left_out = self._masked(data_step, source, start, is_damaged)
-        if is_damaged is None:
-            tokens, hashes = self._own_rows(data_step, data_rank, data_size, micro_batch)
-        else:
-            tokens, hashes = self._train.read(source[mine], start[mine], is_damaged[mine])
-        rows = self._train.rows(tokens, hashes, source, row, position, mine)
-        is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
-        taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
-        targets = num_targets(end - first, self.seq_len, row, position, attend)
-        counts = np.bincount(source, minlength=len(self.uids)).tolist()
+        data_step = self.skips.data_step(step)
+        part = self._part(step, data_step, data_rank, data_size, micro_batch)
+        first, end = part.sample_range
         return StepData(
             step=step,
             data_step=data_step,
-            sample_range=(first, end),
-            micro_batches=make_batches(rows, micro_batch, attend, is_masked=is_masked),
+            sample_range=part.sample_range,
+            micro_batches=make_batches(
+                part.rows, micro_batch, self.data.attend, is_masked=part.is_masked
+            ),
             num_tokens=(end - first) * self.seq_len,
-            num_targets=targets - taken,
-            source_counts=dict(zip(self.uids, counts, strict=True)),
-            is_update=self.skips.is_update(data_step) and targets > taken,
-            num_masked=taken,
-            quarantined=()
-            if is_damaged is None
-            else tuple((first + np.flatnonzero(is_damaged)).tolist()),
+            num_targets=part.num_targets,
+            source_counts=dict(zip(self.uids, part.source_counts, strict=True)),
+            is_update=part.num_targets > 0 and self.skips.is_update(data_step),
+            num_masked=part.num_masked,
+            quarantined=part.quarantined,
         )
 
     def whole_batch(
@@ -318,35 +307,72 @@ class Stream:
         notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)
 
-    def _own_rows(self, data_step: int, *place: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, hashes) of one rank's samples of a data step; small steps are read several at
-        once, as long as the batch keeps its size.
+    def _part(self, step: int, data_step: int, *place: int) -> _Part:
+        """One rank's part of a data step; small steps are prepared several at once, as long as the
+        batch keeps its size.
         """
-        data_rank, data_size, micro_batch = place
-        found = self._read  # read once: another thread may replace it
-        if found.place != place or not found.first <= data_step < found.end:
+        ready = self._ready  # read once: another thread may replace it
+        if ready.place != place or not ready.first <= data_step < ready.end:
             first, end = self.sample_range(data_step)
-            mine = own_positions(end - first, data_rank, data_size, micro_batch)
+            own = len(own_positions(end - first, *place))
             # Twice as far as the last time, and one step after a jump: the first touch of a block
             # hashes all of it, which the first batch of a life should not wait for.
-            is_next = found.place == place and found.end == data_step
-            ahead = 2 * (found.end - found.first) if is_next else 1
-            ahead = min(ahead, max(1, READ_AHEAD // len(mine)))
+            is_next = ready.place == place and ready.end == data_step
+            ahead = 2 * (ready.end - ready.first) if is_next else 1
+            ahead = max(1, min(ahead, READ_AHEAD // own, LOCATE_AHEAD // (end - first)))
             stop = min(data_step + ahead, self.schedule.end_of_piece(data_step))
+            if self.data.on_damage == "quarantine" or self._is_masked_in(data_step, stop):
+                stop = data_step + 1
             try:
-                found = self._read_steps(data_step, stop, mine, place)
+                ready = self._prepare(step, data_step, stop, place)
             except UserError:  # damage belongs to the step that meets it
-                found = self._read_steps(data_step, data_step + 1, mine, place)
-            self._read = found
-        own = len(found.hashes) // (found.end - found.first)
-        low = (data_step - found.first) * own
-        return found.tokens[low : low + own], found.hashes[low : low + own]
+                ready = self._prepare(step, data_step, data_step + 1, place)
+            self._ready = ready
+        return ready.parts[data_step - ready.first]
 
-    def _read_steps(self, first: int, end: int, mine: np.ndarray, place: tuple) -> _Read:
-        samples, size = self.sample_range(first)[0], self.schedule.sequences_at(first + 1)
-        source, start = self.locate(samples, samples + (end - first) * size)
-        own = (np.arange(end - first)[:, None] * size + mine).ravel()
-        return _Read(first, end, place, *self._train.read(source[own], start[own]))
+    def _prepare(self, step: int, data_step: int, stop: int, place: tuple) -> _Ready:
+        """The parts of data steps [data_step, stop): masks and quarantine only for a single one,
+        which is train step `step`.
+        """
+        steps, attend = stop - data_step, self.data.attend
+        first, end = self.sample_range(data_step)[0], self.sample_range(stop - 1)[1]
+        size = (end - first) // steps
+        mine = (np.arange(steps)[:, None] * size + own_positions(size, *place)).ravel()
+        source, start = self.locate(first, end)
+        row, position = self._document_starts(first, end)
+        is_damaged, quarantined = None, ()
+        if self.data.on_damage == "quarantine":
+            is_damaged = self._train.damaged(source, start)
+            if is_damaged.all():
+                raise UserError(
+                    f"step {step}: every sample of its batch touches a damaged block of its corpus;"
+                    " data.on_damage=quarantine leaves nothing to train on: restore the corpus"
+                )
+            row, position = row[~is_damaged[row]], position[~is_damaged[row]]
+            quarantined = tuple((first + np.flatnonzero(is_damaged)).tolist())
+        tokens, hashes = self._train.read(
+            source[mine], start[mine], None if is_damaged is None else is_damaged[mine]
+        )
+        rows = self._train.rows(tokens, hashes, source, row, position, mine).split(steps)
+        targets = num_targets(steps, size, self.seq_len, row, position, attend)
+        cell = np.repeat(np.arange(steps) * len(self.uids), size) + source
+        counts = np.bincount(cell, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()
+        left_out = self._masked(data_step, source, start, is_damaged)
+        is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
+        taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
+        parts = [
+            _Part(
+                sample_range=(first + number * size, first + (number + 1) * size),
+                rows=rows[number],
+                is_masked=is_masked,
+                num_targets=targets[number] - taken,
+                source_counts=counts[number],
+                num_masked=taken,
+                quarantined=quarantined,
+            )
+            for number in range(steps)
+        ]
+        return _Ready(data_step, stop, place, parts)
 
     def _document_starts(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """(row, position) of the documents that start in samples [first, end), ascending; none are
@@ -391,6 +417,10 @@ class Stream:
             )
         number = self.uids.index(mask.source)
         return number, *self._train.token_range(number, mask.documents)
+
+    def _is_masked_in(self, first: int, end: int) -> bool:
+        """Whether a mask holds in some data step of [first, end)."""
+        return any(mask.steps[0] < end and first < mask.steps[1] for mask, *_ in self._masks)
 
     def _masked(self, data_step: int, source, start, is_damaged) -> Masked | None:
         """What of a global batch is no target besides the cuts between documents."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NO_CUTS = np.zeros(0, dtype=np.int64)
 IGNORED = -100  # torch's and Hugging Face's mark for "no target here"
 
 
@@ -40,8 +41,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows with their document starts: tokens (B, T+1) int32; starts as (row, position) in rows,
-    ascending.
+    """Windows with their document starts: tokens (B, T+1), any integer type; starts as (row,
+    position) in rows, ascending.
     """
 
     tokens: np.ndarray
@@ -52,6 +53,23 @@ class Rows:
     @property
     def seq_len(self) -> int:
         return self.tokens.shape[1] - 1
+
+    def split(self, parts: int) -> list[Rows]:
+        """The same rows in that many equal parts, in order; views."""
+        size = len(self.tokens) // parts
+        if parts == 1:
+            return [self]
+        bounds = np.arange(parts + 1) * size
+        at = np.searchsorted(self.start_row, bounds).tolist()
+        return [
+            Rows(
+                self.tokens[low : low + size],
+                self.start_row[at[number] : at[number + 1]] - low,
+                self.start_position[at[number] : at[number + 1]],
+                self.hashes[low : low + size],
+            )
+            for number, low in enumerate(bounds[:-1].tolist())
+        ]
 
 
 def make_batches(
@@ -68,20 +86,18 @@ def make_batches(
     assert num_rows % micro_batch == 0
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
-    segment_ids = np.zeros((num_rows, seq_len), dtype=np.int32)
-    row, position = cuts(rows.start_row, rows.start_position, attend)
-    if len(row):
-        labels[row, position - 1] = IGNORED
-        is_inside = position < seq_len  # a start at T only ends the last document
-        row, position = row[is_inside], position[is_inside]
-        segment_ids[row, position] = 1
-        np.cumsum(segment_ids, axis=1, out=segment_ids)
+    flat = NO_CUTS
+    if attend == "within" and len(rows.start_row):
+        row, position = cuts(rows.start_row, rows.start_position, attend)
+        flat = row * seq_len + position
+        labels.reshape(-1)[flat - 1] = IGNORED
+        flat = flat[position < seq_len]  # a start at T only ends the last document
     if is_padding is not None:
         labels[is_padding] = IGNORED
     if is_masked is not None:
         labels[is_masked[:, 1:]] = IGNORED
-    flat = row * seq_len + position
-    first = np.searchsorted(flat, np.arange(0, num_rows + 1, micro_batch) * seq_len)
+    segment_ids = segments(flat, num_rows, seq_len)
+    first = flat.searchsorted(np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
     batches = []
     for number, low in enumerate(range(0, num_rows, micro_batch)):
         mine = slice(low, low + micro_batch)
@@ -110,12 +126,26 @@ def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray
 
 
 def num_targets(
-    num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
-) -> int:
-    """Targets in windows of T + 1 tokens with these document starts: known without reading a
-    token.
+    steps: int, num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
+) -> list[int]:
+    """Targets of each of `steps` batches of `num_rows` windows of T + 1 tokens, which have these
+    document starts, rows counted through: known without reading a token.
     """
-    return num_rows * seq_len - len(cuts(row, position, attend)[0])
+    lost = np.bincount(cuts(row, position, attend)[0] // num_rows, minlength=steps)
+    return (num_rows * seq_len - lost).tolist()
+
+
+def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
+    """Number of the document within its row, (num_rows, T) int32, of flattened rows that are cut at
+    `flat` (ascending) besides their own ends.
+    """
+    if not len(flat):
+        return np.zeros((num_rows, seq_len), dtype=np.int32)
+    starts = np.concatenate([np.arange(0, num_rows * seq_len + 1, seq_len), flat])
+    starts.sort()
+    row = starts[:-1] // seq_len
+    number = np.arange(len(row), dtype=np.int32) - row.searchsorted(row).astype(np.int32)
+    return number.repeat(starts[1:] - starts[:-1]).reshape(num_rows, seq_len)
 
 
 def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[np.ndarray, int]:
@@ -129,14 +159,14 @@ def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[
     """
     if not len(inner):
         return _uncut(num_rows, seq_len).copy(), min(seq_len, 1 << (seq_len - 1).bit_length())
-    ends = np.concatenate([np.arange(num_rows + 1) * seq_len, inner])
+    ends = np.concatenate([np.arange(0, num_rows * seq_len + 1, seq_len), inner])
     ends.sort()
     count = num_rows * max(8, seq_len // 32) + 1
     while count < len(ends):
         count = 2 * (count - 1) + 1
     padded = np.full(count, num_rows * seq_len, dtype=np.int32)
     padded[: len(ends)] = ends
-    longest = int(np.diff(ends).max())
+    longest = int((ends[1:] - ends[:-1]).max())
     return padded, min(seq_len, 1 << (longest - 1).bit_length())
 
 

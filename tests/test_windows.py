@@ -56,8 +56,13 @@ def test_batches_are_what_a_loop_over_tokens_gives(attend, micro_batch):
         assert set(found[len(ends) :]) <= {ends[-1]}
         assert max(np.diff(ends)) <= batch.max_seqlen <= 16
         targets += int((batch.labels != IGNORED).sum())
-    counted = num_targets(12, 16, rows.start_row, rows.start_position, attend)
-    assert counted == targets
+    starts = rows.start_row, rows.start_position
+    assert num_targets(1, 12, 16, *starts, attend) == [targets]
+    parts = num_targets(3, 4, 16, *starts, attend)
+    for part, counted in zip(rows.split(3), parts, strict=True):
+        (batch,) = make_batches(part, 4, attend)
+        assert counted == int((batch.labels != IGNORED).sum())
+    assert sum(parts) == targets
 
 
 def test_padding_rows_have_no_target():
