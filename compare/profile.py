@@ -32,7 +32,7 @@ from runtime.event_files import EventFiles
 from runtime.records import read_metrics
 
 FOLDER, OPERATORS = "profile", "operators.json"  # runtime.profiling's, which needs torch
-REFUSED = 93
+FAILED, REFUSED = 1, 93
 SHOWN = 20  # operators
 # What an operator or kernel is for, by its name; the first match wins.
 KINDS = (
@@ -63,6 +63,9 @@ def main(arguments: Sequence[str]) -> int:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
+    except OSError as error:  # a folder that this user may not write, a full disk
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     if status:
         return status

@@ -68,6 +68,9 @@ def main(arguments: Sequence[str]) -> int:
         for problem in error.problems:
             print(f"refused: {problem}", file=sys.stderr)
         return REFUSED
+    except OSError as error:  # a folder that this user may not write, a full disk
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
 
 
 def compare_variants(options: argparse.Namespace) -> int:

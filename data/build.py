@@ -12,6 +12,7 @@ left.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import os
 import shutil
@@ -122,6 +123,20 @@ class Progress:
     def _print(self, text: str, end: str) -> None:
         before = "\r\x1b[K" if self._is_live else ""
         print(f"{before}{self.title}: {text}", end=end, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Make the folder that OUT goes into. Raises UserError with the path, before the work inside
+    begins, where this user may not write there, and for what the disk refuses later.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(out.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out.parent))
+        yield
+    except OSError as error:
+        raise UserError(f"OUT={out}: {error.filename}: {error.strerror or error}") from None
 
 
 @contextmanager

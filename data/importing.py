@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from data.blocks import BlockHasher
-from data.build import locked
+from data.build import locked, writing
 from data.corpus import write_manifest
 from data.foreign import TYPES, Foreign, find_foreign
 from data.indexed import CODES, token_dtype
@@ -93,8 +93,7 @@ def import_corpus(
             say(note)
     if os.path.lexists(out):
         raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(out.parent / f".{out.name}.lock", say):
+    with writing(out), locked(out.parent / f".{out.name}.lock", say):
         work = out.parent / f".{out.name}.work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from data.build import writing
 from data.documents import Document, clean_text
 from data.inputs import InputFile, find_inputs, plan_units
 from data.reading import check_columns, read_unit
@@ -106,8 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
         if os.path.lexists(out):
             raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
         words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
-        tokenizer = train(options.source, options.vocab, read_settings(words), say)
-        tokenizer.save(out)
+        settings = read_settings(words)
+        with writing(out):
+            tokenizer = train(options.source, options.vocab, settings, say)
+            tokenizer.save(out)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1

@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> int:
         problems = examine(cluster, ranks, passed(os.environ, named))
     except UserError as error:
         problems = error.problems
+    except OSError as error:  # .cache/ is another user's
+        problems = [f"{error.filename}: {error.strerror}"]
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
     return DO_NOT_RETRY if problems else 0

@@ -232,6 +232,7 @@ class Ranks:
         for reader in readers:
             # A grandchild may hold the pipe open; what the rank itself said is there by now.
             reader.join(timeout=2)
+        self._logs.flush(name)  # the run's folder may have come since the last line
         end = End(
             rank=rank,
             status=status,

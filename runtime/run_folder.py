@@ -22,7 +22,8 @@ from typing import Any, TextIO
 from recipes.schema import UserError
 
 LOCK = ".lock"
-
+# What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
+ADDED_TO = (LOCK, "*.jsonl", "checkpoints", "ledger", "ledger/*", "tensorboard", "tensorboard/*")
 # Packages whose version can change a result or a speed.
 RECORDED_PACKAGES = (
     "torch",
@@ -88,12 +89,26 @@ def refuse_busy(folder: Path) -> None:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise UserError when the run's folder can be neither made nor written."""
+    """Raise UserError when the run's folder can be neither made nor written, or what a run that
+    goes on adds to cannot: the first save would be too late to find that out."""
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not parent.is_dir():
         raise UserError(f"run={folder.name}: {parent} is no folder; move it away")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not is_writable(parent):
         raise UserError(f"run={folder.name}: no permission to write {folder} in {parent}")
+    inside = [path for pattern in ADDED_TO for path in sorted(folder.glob(pattern))]
+    locked = [path for path in inside if not is_writable(path)]
+    if locked:
+        more = f" (and {len(locked) - 1} more in that folder)" if locked[1:] else ""
+        raise UserError(
+            f"run={folder.name}: no permission to write {locked[0]}{more}; have its owner change"
+            f" that, or choose another name (run={folder.name}-2)"
+        )
+
+
+def is_writable(path: Path) -> bool:
+    """Whether this user may add to a file, or put files into a folder."""
+    return os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
 
 
 def aside(folder: Path) -> Path:

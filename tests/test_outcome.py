@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 from launch.outcome import End, exit_status, explain, first_failure, last_words
+from launch.ranks import Ranks, RunLogs
 
 TRACEBACK = ("noise", "Traceback (most recent call last):", '  File "x"', "ValueError: broken")
 
@@ -74,3 +76,15 @@ def test_a_kill_is_told_with_its_likely_cause():
 
 def test_without_a_traceback_the_last_lines_are_shown():
     assert last_words(("a", "", "b")) == ["a", "b"]
+
+
+def test_a_rank_that_said_nothing_and_was_killed_has_a_log_to_be_named(tmp_path):
+    silent = "import os; open('recipe.yaml', 'w').close(); os.kill(os.getpid(), 9)"
+    logs = RunLogs(tmp_path)
+    logs.write("rank-00000.log", b"before the folder came\n")
+    ranks = Ranks(
+        [sys.executable, "-c", silent], [{"RANK": "0"}], tmp_path, lambda *_: None, logs=logs
+    )
+    [end] = ranks.wait()
+    assert end.status == -9
+    assert end.log == str(tmp_path / "logs" / "rank-00000.log")
