@@ -1,7 +1,7 @@
 """What one host is like: the facts that the doctor compares. Runs on that host, in seconds.
 
     quick   versions, code, variables, disk space, shared folder, addresses, a free port, GPUs
-            and removes locks that killed builds left behind
+            and removes locks that killed builds left behind, and names those of others
     full    also: disk speed, compilers
 
 The one rule: it gathers and judges nothing (launch.judge does); what cannot be found out is null or
@@ -73,7 +73,7 @@ def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, 
         "port": port(ask.get("port")),
         "gpus": gpus(),
     }
-    facts["stale_locks"] = remove_stale_locks(environ)
+    facts["locks"] = remove_stale_locks(environ)
     if ask.get("is_full"):
         facts["compilers"] = {name: shutil.which(name) for name in ("c++", "ninja", "nvcc")}
         facts["disk_mib_per_s"] = {
@@ -217,14 +217,20 @@ def extension_folders(environ: Mapping[str, str]) -> list[Path]:
 def remove_stale_locks(environ: Mapping[str, str]) -> list[str]:
     """Remove the lock files of builds that were killed: later runs wait on them for ever.
 
-    A lock is stale when nothing in its folder has changed for a quarter of an hour.
+    A lock is stale when nothing in its folder has changed for a quarter of an hour. Returns a line
+    for each lock: removed, or still there, on which torch would wait without a word.
     """
-    removed = []
+    notes = []
     for folder in extension_folders(environ):
-        for lock in folder.glob("*/lock"):
+        for lock in sorted(folder.glob("*/lock")):
             with contextlib.suppress(OSError):
-                newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
-                if time.time() - newest > STALE_S:
+                idle_s = time.time() - max(p.stat().st_mtime for p in lock.parent.iterdir())
+                if idle_s > STALE_S:
                     lock.unlink()
-                    removed.append(str(lock))
-    return removed
+                    notes.append(f"removed a lock that a killed build left behind: {lock}")
+                else:
+                    notes.append(
+                        f"an operator is being built, or its build was killed {idle_s:.0f} s ago; a"
+                        f" run that needs it waits while this lock is there: {lock}"
+                    )
+    return notes

@@ -95,8 +95,8 @@ def start_here(words: list[str], ranks: int) -> int:
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
     recipe = check(words, ranks).recipe
-    for lock in remove_stale_locks(os.environ):
-        print(f"removed a lock that a killed build left behind: {lock}", file=sys.stderr)
+    for note in remove_stale_locks(os.environ):
+        print(note, file=sys.stderr)
     command = command_of(words)
     if ranks > 1:
         return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)

@@ -58,8 +58,8 @@ def preflight(
     for warning in found.warnings:
         say(f"warning: {warning}")
     for host, f in facts.items():
-        for lock in f.get("stale_locks", []):
-            say(f"{host}: removed a lock that a killed build left behind: {lock}")
+        for note in f.get("locks", []):
+            say(f"{host}: {note}")
     if found.problems:
         raise UserError(*found.problems)
     first = facts[cluster.hosts[0].name]

@@ -60,7 +60,7 @@ def test_a_driver_that_fails_or_hangs_is_a_problem_and_not_a_wait(tmp_path, monk
     assert "no answer in 0.3 s" in facts.gpus()["problem"]
 
 
-def test_only_locks_that_nothing_has_touched_for_long_are_removed(tmp_path):
+def test_only_locks_that_nothing_has_touched_for_long_are_removed_and_others_are_told(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()
@@ -70,7 +70,9 @@ def test_only_locks_that_nothing_has_touched_for_long_are_removed(tmp_path):
     for path in old.iterdir():
         os.utime(path, (long_ago, long_ago))
     os.utime(new / "lock", (long_ago, long_ago))  # the build beside it is under way
-    assert facts.remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == [str(old / "lock")]
+    young, removed = facts.remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert removed == f"removed a lock that a killed build left behind: {old / 'lock'}"
+    assert young.endswith(f"a run that needs it waits while this lock is there: {new / 'lock'}")
     assert not (old / "lock").exists()
     assert (new / "lock").exists()
 
