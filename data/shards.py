@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -173,6 +174,8 @@ class _OpenShard:
 
     def __init__(self, facts: Shard, checker: BlockChecker):
         self.fd = os.open(facts.bin_path, os.O_RDONLY | os.O_CLOEXEC)
+        # Also where a stream is dropped and never closed: a sweep checks one after the other.
+        self._close = weakref.finalize(self, os.close, self.fd)
         self.checker = checker
         self._itemsize = facts.dtype.itemsize
         self._num_tokens, self._num_documents = facts.num_tokens, facts.num_documents
@@ -222,7 +225,7 @@ class _OpenShard:
         return min(int(bound[0]), self._num_documents) - 1
 
     def close(self) -> None:
-        os.close(self.fd)
+        self._close()
         del self._index
 
 

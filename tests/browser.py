@@ -62,6 +62,8 @@ class Browser:
     def __init__(self, profile: Path, width: int = 1500, height: int = 1000):
         command_read, self._write = os.pipe()
         self._read, answer_write = os.pipe()
+        self._answers = select.poll()  # select.select ends at descriptor 1024
+        self._answers.register(self._read, select.POLLIN)
         options = (
             f"--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe"
             f" --user-data-dir='{profile}' --window-size={width},{height} about:blank"
@@ -134,7 +136,7 @@ class Browser:
 
     def _next(self, timeout_s: float = 60) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], timeout_s)
+            ready = self._answers.poll(timeout_s * 1000)
             assert ready, f"the browser was silent for {timeout_s} s"
             got = os.read(self._read, 1 << 20)
             assert got, "the browser is gone"

@@ -1,5 +1,7 @@
 """Reading across shards: the same tokens and document starts as one plain row would give."""
 
+import gc
+import os
 import threading
 
 import numpy as np
@@ -53,6 +55,23 @@ def test_three_hundred_shards_are_read_with_few_files_open(tmp_path):
     assert len(split._open) <= 4
     split.close()
     assert np.array_equal(split.read(start[:3], 4), expected[:3])
+
+
+def test_a_split_that_is_dropped_gives_its_files_back(tmp_path):
+    """As in a sweep, which checks one recipe after the other and closes none of their streams."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    write_corpus(tmp_path, random_documents(20, 1, 30, seed=3), shard_bytes=60)
+    before = descriptors()
+    for _ in range(3):
+        split = open_corpus(tmp_path).splits["train"]
+        split.read(np.zeros(1, dtype=np.int64), split.num_tokens)
+        assert descriptors() > before
+        del split
+        gc.collect()
+    assert descriptors() == before
 
 
 def test_empty_documents_and_empty_shards_make_no_extra_boundary(tmp_path):
