@@ -15,6 +15,9 @@ from typing import Any
 
 def main() -> int:
     """Build what is missing and say how long it took; returns the exit status."""
+    from runtime.process import have_home
+
+    have_home()
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
     from runtime.engine import quiet

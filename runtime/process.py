@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from runtime import meeting
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
 PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
 
 
@@ -274,6 +276,14 @@ def _export(
         os.environ.setdefault(name, str(value))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    have_home()
+
+
+def have_home() -> None:
+    """Give a user without a home (HOME unset, no name) one in .cache/: libraries would put what
+    they build into a folder `~` of the working directory."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = str(CACHE / "home")
 
 
 def _slurm_first_host() -> str:

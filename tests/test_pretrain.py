@@ -333,6 +333,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_file_where_runs_should_be_is_refused(clone):
+    (clone / "runs").mkdir(exist_ok=True)
     (clone / "runs" / "afile").write_text("x")
     (clone / "runs" / "dangling").symlink_to("nowhere")
     for name in ("afile", "dangling"):

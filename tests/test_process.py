@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -140,3 +141,13 @@ def test_variables_that_name_no_rank_are_refused_and_reported(
         process.check_launcher()
     process.report(caught.value)
     assert words in capsys.readouterr().err
+
+
+def test_a_user_without_home_and_name_builds_nothing_into_a_folder_called_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    process.have_home()
+    assert os.environ["HOME"] == "/home/somebody"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives without a name
+    process.have_home()
+    assert os.environ["HOME"] == str(process.CACHE / "home")
