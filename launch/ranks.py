@@ -82,7 +82,7 @@ class RunLogs:
         """Write what waits, of all logs or of some, if the folder has come."""
         with self._guard:
             for name in names or tuple(self._waiting):
-                waiting = self._waiting[name]
+                waiting = self._waiting.get(name)
                 with contextlib.suppress(OSError):
                     if waiting and (file := self._files.get(name) or self._open(name)):
                         file.write(b"".join(waiting))

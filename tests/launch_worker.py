@@ -51,6 +51,10 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         elif what.startswith("make="):
+            # As in a run, where all ranks have joined before the first makes the folder.
+            world = int(os.environ["WORLD_SIZE"])
+            while not all((Path(folder) / f"{other}.json").exists() for other in range(world)):
+                time.sleep(0.01)
             made = Path(what.removeprefix("make="))
             made.parent.mkdir(parents=True)
             made.touch()
