@@ -88,3 +88,10 @@ def test_a_rank_that_said_nothing_and_was_killed_has_a_log_to_be_named(tmp_path)
     [end] = ranks.wait()
     assert end.status == -9
     assert end.log == str(tmp_path / "logs" / "rank-00000.log")
+
+
+def test_the_end_of_a_rank_that_never_said_a_word_is_heard(tmp_path):
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    ranks = Ranks(command, [{"RANK": "0"}], tmp_path, lambda *_: None, logs=RunLogs(tmp_path))
+    [end] = ranks.wait()
+    assert (end.status, end.log) == (-9, None)
