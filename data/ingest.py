@@ -397,7 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     for line in report_lines(out, manifest):
         print(line)
-    print(f"built in {time.monotonic() - start:.1f} s")
+    # Now, not at the interpreter's end: once, of many, this came to nothing through a pipe.
+    print(f"built in {time.monotonic() - start:.1f} s", flush=True)
     return 0
 
 
