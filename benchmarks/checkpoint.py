@@ -104,7 +104,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     batches = [to_device(batch, me.device) for batch in micro_batches(work, me.rank, "across")]
     engine.set_lr(LR)
     engine.train_step(batches, count_targets(work, "across"), work.tokens)
-    state = RunState(1, work.tokens, 1, recipe.seed, recipe=dataclasses.asdict(recipe), data={})
+    data = {"order_version": 1, "corpora": [], "window_tokens": recipe.seq_len}  # nobody reads any
+    health = {"skips_in_a_row": 0, "skipped_steps": 0}
+    recorded = dataclasses.asdict(recipe)
+    state = RunState(1, work.tokens, 1, recipe.seed, recorded, data, health=health)
     ranks = Ranks(timeout_s=TIME_LIMIT_S)
     turns: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
     for number in range(options.repeats + 1):
