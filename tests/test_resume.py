@@ -86,8 +86,10 @@ def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
     ("name", "nproc", "words"),
     [
         ("zero1", 1, ["zero=1"]),
+        ("zero2", 2, ["zero=2"]),
         ("zero2-bf16", 2, ["zero=2", "precision=bf16"]),
         ("zero3", 2, ["zero=3"]),
+        ("zero3-bf16", 2, ["zero=3", "precision=bf16"]),
         ("zero1-bf16", 1, ["zero=1", "precision=bf16"]),
         ("pipeline-bf16", 2, ["parallel.pipeline=2", "precision=bf16"]),
     ],
