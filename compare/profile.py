@@ -26,13 +26,14 @@ from typing import Any
 
 from compare.folder import ROOT, RUNS
 from compare.report import pipes
-from recipes.schema import UserError, read_ranks, read_steps, split_words
+from recipes.command import add_words, refuse, words_of
+from recipes.schema import UserError, read_ranks, read_steps
 from recipes.table import table
 from runtime.event_files import EventFiles
 from runtime.records import read_metrics
 
 FOLDER, OPERATORS = "profile", "operators.json"  # runtime.profiling's, which needs torch
-FAILED, REFUSED = 1, 93
+FAILED = 1
 SHOWN = 20  # operators
 # What an operator or kernel is for, by its name; the first match wins.
 KINDS = (
@@ -53,16 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
-    parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs="*", help="overrides")
+    add_words(parser, "*", "overrides")
     options = parser.parse_args(arguments)
     try:
-        options.words += split_words("OVERRIDES", options.overrides)
+        options.words = words_of(options)
         command, folder = prepare(options)
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     except OSError as error:  # a folder that this user may not write, a full disk
         print(f"failed: {error}", file=sys.stderr)
         return FAILED

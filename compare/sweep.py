@@ -40,10 +40,11 @@ from compare.variants import (
     read_count,
 )
 from data.schedule import read_schedule
-from recipes.schema import UserError, read_ranks, split_words
+from recipes.command import add_words, refuse, words_of
+from recipes.schema import UserError, read_ranks
 from runtime.settle import settle
 
-FAILED, REFUSED, INTERRUPTED = 1, 93, 130
+FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,18 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
     parser.add_argument("--repeats", default="3")
-    parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs="*", help="overrides of every variant")
+    add_words(parser, "*", "overrides of every variant")
     options = parser.parse_args(arguments)
     try:
-        options.words += split_words("OVERRIDES", options.overrides)
+        options.words = words_of(options)
         if options.runs is not None:
             return compare_runs(options)
         return compare_variants(options)
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     except OSError as error:  # a folder that this user may not write, a full disk
         print(f"failed: {error}", file=sys.stderr)
         return FAILED

@@ -29,8 +29,9 @@ from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, preflight, wanted_port
+from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
-from recipes.schema import Recipe, UserError, read_ranks, split_words
+from recipes.schema import Recipe, UserError, read_ranks
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.resuming import standing
@@ -38,7 +39,7 @@ from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-FAILED, REFUSED = 1, 93
+FAILED = 1
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
-        words = [*options.words, *split_words("OVERRIDES", options.overrides)]
+        words = words_of(options)
         if options.check:
             check(words, ranks or 1)
             return 0
@@ -67,9 +68,7 @@ def main(arguments: list[str]) -> int:
             return start_here(words, ranks or 1)
         return start_across(words, place, ranks)
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
@@ -80,12 +79,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
-    parser.add_argument(
-        "--overrides", default="", help="overrides as one text, quotes as in a shell"
-    )
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
     parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
-    parser.add_argument("words", nargs="*", help="recipe=NAME and overrides")
+    add_words(parser, "*", "recipe=NAME and overrides")
     return parser.parse_args(arguments)
 
 

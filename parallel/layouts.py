@@ -18,15 +18,15 @@ from dataclasses import replace
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
+from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose
-from recipes.schema import Recipe, UserError, read_ranks, split_words
+from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import table
 from runtime.engine_config import load_preset
 from runtime.settle import json_for
 from runtime.state_bytes import state_bytes
 
 GIB = 2**30
-REFUSED_STATUS = 93
 SHOWN = 40
 
 
@@ -35,20 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
-    parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs="+", help="recipe, then overrides")
+    add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *words = options.words
-        recipe = compose(dish, words + split_words("OVERRIDES", options.overrides)).recipe
+        dish, *words = words_of(options)
+        recipe = compose(dish, words).recipe
         axes = recipe.parallel
         fewest = axes.tensor * axes.pipeline * axes.context
         world = fewest if options.world is None else read_ranks("WORLD", options.world)
         own = load_preset(recipe.zero).stage
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED_STATUS
+        return refuse(error)
     legal, illegal = sort(recipe, world, own)
     print("\n".join(text(recipe, world, own, legal, illegal, None if options.all else SHOWN)))
     return 0

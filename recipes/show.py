@@ -21,15 +21,15 @@ from data.schedule import read_schedule
 from data.sources import drawn
 from data.stream import open_stream
 from parallel.layout import most_parameters
+from recipes.command import add_words, refuse, words_of
 from recipes.compose import Composed, compose
-from recipes.schema import Recipe, UserError, read_ranks, split_words
+from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.settle import Settled, settle
 from runtime.state_bytes import ON_HOST, state_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-REFUSED = 93
 GIB = 2**30
 
 
@@ -38,18 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs="+", help="recipe, then overrides")
+    add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *overrides = options.words
-        overrides += split_words("OVERRIDES", options.overrides)
+        dish, *overrides = words_of(options)
         world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(dish, overrides, world)
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     print(json.dumps(shown, indent=2) if options.json else text(shown))
     return 0
 

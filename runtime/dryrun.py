@@ -32,15 +32,15 @@ from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
 from parallel.mesh import Mesh, forget_groups, make_mesh, members
+from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose
-from recipes.schema import Recipe, UserError, read_ranks, split_words
+from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime import engine
 from runtime.engine_check import confirm
 from runtime.settle import Settled, settle
 from runtime.state_bytes import state_bytes
 
-REFUSED = 93
 GIB = 2**30
 META = torch.device("meta")
 
@@ -51,17 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs="+", help="recipe, then overrides")
+    add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *words = options.words
-        words += split_words("OVERRIDES", options.overrides)
+        dish, *words = words_of(options)
         seen = collect(dish, words, options.world, options.rank)
     except UserError as error:
-        for problem in error.problems:
-            print(f"refused: {problem}", file=sys.stderr)
-        return REFUSED
+        return refuse(error)
     print(json.dumps(seen, indent=2) if options.json else text(seen))
     return 0
 

@@ -1,0 +1,32 @@
+"""What the verbs that take a recipe have in common: their words, and how they refuse.
+
+The one rule: overrides come as words of their own, or as one text (`make` passes OVERRIDES so), and
+mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from recipes.schema import UserError, split_words
+
+REFUSED = 93  # exit status: asking again would not help
+
+
+def add_words(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
+    """Let `parser` take words and `--overrides`; `words_of` reads both."""
+    parser.add_argument("--overrides", default="", help="more of them, as one text")
+    parser.add_argument("words", nargs=nargs, help=help)
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """All words, those of `--overrides` last. Raises UserError for a quote that does not end."""
+    return [*options.words, *split_words("OVERRIDES", options.overrides)]
+
+
+def refuse(error: UserError) -> int:
+    """Print every problem; returns the exit status."""
+    for problem in error.problems:
+        print(f"refused: {problem}", file=sys.stderr)
+    return REFUSED
