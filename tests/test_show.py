@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ranks import run_command
 
-from recipes import list as recipes_list
 from recipes import command, show
+from recipes import list as recipes_list
 from recipes.compose import dishes
 from recipes.schema import UserError
 from recipes.table import scaled, table
