@@ -276,13 +276,18 @@ def _tokens(value: Any) -> int | str | None:
 def _batch_tokens(value: Any) -> int | tuple[tuple[int, int], ...]:
     if not isinstance(value, list | tuple):
         return _positive(value)
+    return _by_step(value, _positive, "[step, tokens]")
+
+
+def _by_step(value: Any, convert: Callable[[Any], Any], shape: str) -> tuple[tuple[int, Any], ...]:
+    """A value that changes on the way, as (first step, value) pairs from step 0."""
     if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-        raise ValueError("is not a list of [step, tokens] pairs")
-    ramp = tuple((as_int(step), _positive(tokens)) for step, tokens in value)
-    steps = [step for step, _ in ramp]
+        raise ValueError(f"is not a list of {shape} pairs")
+    pieces = tuple((as_int(step), convert(part)) for step, part in value)
+    steps = [step for step, _ in pieces]
     if steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError("must start at step 0 and its steps must increase")
-    return ramp
+    return pieces
 
 
 def _warmup(value: Any) -> int | float:
@@ -333,13 +338,7 @@ def _bounds(value: Any) -> tuple[int, ...] | None:
 def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
     if not isinstance(value, list | tuple):
         return _share(value)
-    if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-        raise ValueError("is not a list of [data step, weight] pairs")
-    stages = tuple((as_int(step), _share(weight)) for step, weight in value)
-    steps = [step for step, _ in stages]
-    if steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
-        raise ValueError("must start at step 0 and its steps must increase")
-    return stages
+    return _by_step(value, _share, "[data step, weight]")
 
 
 def _share(value: Any) -> float:
