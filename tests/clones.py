@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ranks import ROOT, run_command
+from ranks import ROOT, environment, run_command
 
 # A model of 50,000 parameters on the Markov source: a step takes milliseconds.
 SMALL = [
@@ -46,3 +46,15 @@ def start(
     """What `make pretrain` starts, in `clone`, with the overrides of a small run first."""
     command = [sys.executable, "-m", "launch.local", "--nproc", str(nproc), "--", *SMALL, *words]
     return run_command(command, timeout_s, cwd=clone, PYTHONPATH=str(clone), **extra)
+
+
+def background(clone: Path, command: list[str]) -> subprocess.Popen:
+    """Start `command` in `clone` without waiting, in a session of its own, its output dropped."""
+    return subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment(PYTHONPATH=str(clone)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clones import SMALL, make_clone, start
+from clones import SMALL, background, make_clone, start
 from ranks import environment, run_command
 
 from data.ledger import read_ledger
@@ -296,14 +296,7 @@ def test_a_misspelt_make_variable_is_refused(clone, words):
 def test_no_rank_outlives_a_killed_launcher(clone):
     command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *SMALL]
     command += ["run=orphans", "steps=100000", "eval_tokens=0"]
-    launcher = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    launcher = background(clone, command)
     metrics = clone / "runs" / "orphans" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:

@@ -11,8 +11,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from clones import make_clone
-from ranks import ROOT, environment, run_command
+from clones import background, make_clone
+from ranks import ROOT, run_command
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
@@ -58,14 +58,7 @@ def test_tensorboard_serves_the_runs(clone):
     (clone / "runs").mkdir(exist_ok=True)
     port = 6000 + time.time_ns() % 3000
     command = ["make", "tensorboard", f"PYTHON={sys.executable}", f"PORT={port}"]
-    server = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    server = background(clone, command)
     try:
         for _ in range(120):
             time.sleep(0.5)

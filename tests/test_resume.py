@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clones import SMALL, make_clone, start
-from ranks import ROOT, environment
+from clones import SMALL, background, make_clone, start
+from ranks import ROOT
 
 from checkpoint.choose import at_step
 from checkpoint.comm import Alone
@@ -115,14 +115,7 @@ def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_
     before = len(lines_of(metrics.parent)) if metrics.exists() else 0
     command = [sys.executable, "-m", "launch.local", "--nproc", str(nproc), "--"]
     command += [*SMALL, f"run={run}", *SHORT, *words]
-    process = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = background(clone, command)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -302,14 +295,7 @@ def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path
         filler.write_bytes(b"x" * (3 << 19))
         words = [*SMALL, "run=full", *SHORT, "steps=100", "checkpoint.interval=5"]
         command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *words]
-        process = subprocess.Popen(
-            command,
-            cwd=clone,
-            env=environment(PYTHONPATH=str(clone)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = background(clone, command)
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and process.poll() is None:
             events = mount.parent / "events.jsonl"

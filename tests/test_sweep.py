@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
-from clones import SMALL, make_clone
-from ranks import ROOT, environment, run_command
+from clones import SMALL, background, make_clone
+from ranks import ROOT, run_command
 
 from model.cost import num_parameters
 from recipes.compose import compose
@@ -60,13 +60,8 @@ SWEEP = ("RECIPE=tiny", "NPROC=2", "SWEEP=zero=1,2,3", f"STEPS={STEPS}", "REPEAT
 def compared(clone) -> Path:
     """A sweep that was ended in its second run, then given again."""
     small = " ".join(word for word in SMALL[1:] if not word.startswith("eval_"))
-    process = subprocess.Popen(
-        ["make", "compare", f"PYTHON={sys.executable}", *SWEEP, f"OVERRIDES={small}"],
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    process = background(
+        clone, ["make", "compare", f"PYTHON={sys.executable}", *SWEEP, f"OVERRIDES={small}"]
     )
     second = clone / "runs" / "by.zero-2.r1"
     deadline = time.monotonic() + 300
@@ -215,13 +210,8 @@ def board(compared, clone, tmp_path_factory):
     if chromium() is None:
         pytest.skip("no chromium on this machine: install it to test what pages look like")
     port = 6000 + time.time_ns() % 3000
-    server = subprocess.Popen(
-        ["make", "tensorboard", f"PYTHON={sys.executable}", f"PORT={port}", "RUN=by"],
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    server = background(
+        clone, ["make", "tensorboard", f"PYTHON={sys.executable}", f"PORT={port}", "RUN=by"]
     )
     browser = None
     try:
