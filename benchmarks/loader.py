@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.loader_worker import BATCH, CONTENDERS, CORPUS, EOD, SEQ_LEN, VOCAB
+from benchmarks.processes import next_line
 from benchmarks.report import quartiles
 from benchmarks.step import commit, machine
 from data.writer import CorpusWriter
@@ -131,7 +132,10 @@ def start(name: str, folder: Path) -> subprocess.Popen:
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         text=True,
     )
-    line = worker.stdout.readline()
+    line = next_line(worker, START_LIMIT_S)
+    if line is None:
+        worker.kill()
+        raise RuntimeError(f"no first batch in {START_LIMIT_S} s")
     if not line:
         worker.wait(timeout=60)
         last = (CACHE / f"{name}.log").read_text().strip().splitlines()[-1:]
@@ -166,7 +170,11 @@ def turn(worker: subprocess.Popen, seconds: float) -> float:
     """Tokens per CPU second of one turn."""
     worker.stdin.write(f"{seconds}\n")
     worker.stdin.flush()
-    answer = json.loads(worker.stdout.readline())
+    line = next_line(worker, seconds + TURN_LIMIT_S)
+    if line is None:
+        worker.kill()
+        raise TimeoutError(f"a worker was silent for {TURN_LIMIT_S} s after its turn")
+    answer = json.loads(line)
     return answer["tokens"] / answer["cpu_s"]
 
 

@@ -23,6 +23,12 @@ START_LIMIT_S = 300
 TURN_LIMIT_S = 900
 
 
+def next_line(process: subprocess.Popen, limit_s: float) -> str | None:
+    """The next line that `process` prints; empty at its end, None where it stays silent."""
+    ready, _, _ = select.select([process.stdout], [], [], limit_s)
+    return process.stdout.readline() if ready else None
+
+
 class ContenderError(RuntimeError):
     """A contender ended, failed or fell silent; the message has the end of what it printed."""
 
@@ -88,9 +94,10 @@ class Contender:
 
     def read(self, rank: subprocess.Popen, limit_s: float) -> dict[str, Any]:
         """The next reply of one rank."""
-        ready, _, _ = select.select([rank.stdout], [], [], limit_s)
-        line = rank.stdout.readline() if ready else ""
-        reply = json.loads(line) if line else {"error": "no answer" if ready else "timed out"}
+        line = next_line(rank, limit_s)
+        reply = (
+            json.loads(line) if line else {"error": "timed out" if line is None else "no answer"}
+        )
         if "missing" in reply:
             raise Missing(reply["missing"])
         if "error" in reply:
