@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from recipes.schema import Cluster, UserError
+from recipes.schema import Cluster, Shared, UserError
 from runtime import meeting
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -156,10 +156,6 @@ def visible_gpus() -> list[str]:
     return sorted(
         path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)
     )
-
-
-class Shared(UserError):
-    """A UserError that every rank raises alike; one of them prints it."""
 
 
 def first_does(action: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_command
 
-from recipes.schema import Cluster, UserError
+from recipes.schema import Cluster, Shared, UserError
 from runtime import process
 
 LAUNCHER_VARIABLES = (
@@ -100,7 +100,7 @@ def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         process.report(UserError("one", "two"))
-        process.report(process.Shared("three"))
+        process.report(Shared("three"))
     assert capsys.readouterr().err.splitlines() == [
         "refused: one",
         "refused: two",
