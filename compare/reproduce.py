@@ -27,6 +27,7 @@ from checkpoint.lineage import Line, read, run_folder
 from checkpoint.resume import check_resume
 from compare.agreement import compared, numbers_of, told, why_not_bits
 from compare.legs import Leg, plan
+from compare.runner import interrupted_by_sigterm
 from compare.sources import Code, recorded_code
 from recipes.check import folder_name
 from recipes.command import refuse
@@ -56,12 +57,18 @@ def main(arguments: list[str]) -> int:
         reached = last_steps(folder)
         legs, numbers = plan(lines, entries, reached)
         print(outline(folder, copy, legs), flush=True)
-        with recorded_code(ROOT, [leg.entry for leg in legs], print) as code:
+        with (
+            interrupted_by_sigterm(),
+            recorded_code(ROOT, [leg.entry for leg in legs], print) as code,
+        ):
             train(copy, legs, numbers, code)
     except UserError as error:
         return refuse(error)
     except Broken as broken:
         print(broken, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"interrupted; runs/{copy.name} holds what was trained", file=sys.stderr)
         return FAILED
     found = compared(numbers_of(folder), numbers_of(copy), numbers)
     reasons = why_not_bits([leg.entry for leg in legs], environment.read(copy), code.notes)
