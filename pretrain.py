@@ -196,7 +196,13 @@ def restore(run: Run) -> None:
 def enter_segment(run: Run) -> int:
     """The segment of the history that this life goes on in, the same on all ranks; a collective."""
     number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
-    return run.ranks.exchange(number, "segment")[0]
+    seen = run.ranks.exchange((number, run.stream.skips.fingerprint()), "segment")
+    if len({skips for _, skips in seen}) > 1:
+        raise Shared(
+            f"run={run.recipe.run}: the ranks read different lists of skips from {run.folder}: a"
+            " shared file system that lags; start it again"
+        )
+    return seen[0][0]
 
 
 def train(run: Run) -> None:
