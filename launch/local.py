@@ -95,7 +95,8 @@ def start_here(words: list[str], ranks: int) -> int:
         print(note, file=sys.stderr)
     command = command_of(words)
     if ranks > 1:
-        return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)
+        folder = ROOT / "runs" / recipe.run
+        return start.here(command[1:], ranks, ROOT, folder, port, recipe.watch)
     for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
         os.environ.pop(name, None)
     # As for several ranks: see launch.agent.
@@ -129,7 +130,15 @@ def start_across(words: list[str], place: Place, nproc: int | None) -> int:
     )
     plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
     folder = f"runs/{recipe.run}"
-    return start.across(place.cluster, plan, ["pretrain.py", *words], per_host, environment, folder)
+    return start.across(
+        place.cluster,
+        plan,
+        ["pretrain.py", *words],
+        per_host,
+        environment,
+        folder,
+        limits=recipe.watch,
+    )
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:

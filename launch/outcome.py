@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from recipes.exits import DO_NOT_RETRY, REQUEUE
 
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A killed rank is the cause even where the news of a rank that missed it came first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40
@@ -26,7 +27,8 @@ class End:
     """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
 
     `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end.
-    `last` = the end of its error output.
+    `last` = the end of its error output. `phase`, `step` = its last sign of life. `hung` = why the
+    watch killed it, with its innermost frames; `only_waits` = it may have waited for another host.
     """
 
     rank: int
@@ -37,6 +39,11 @@ class End:
     is_lost: bool = False
     last: tuple[str, ...] = ()
     log: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    hung: str | None = None
+    stack: tuple[str, ...] = ()
+    only_waits: bool = False
 
 
 def first_failure(ends: Sequence[End]) -> End | None:
@@ -48,19 +55,19 @@ def first_failure(ends: Sequence[End]) -> End | None:
     if not failed:
         return None
     early = [end for end in failed if end.after_s <= failed[0].after_s + TOGETHER_S]
+    hung = sorted((end for end in early if end.hung), key=lambda end: end.only_waits)
     killed = [end for end in early if end.status < 0 or end.is_lost]
     refused = [end for end in early if end.status == DO_NOT_RETRY]
     # Where all refuse alike, one of them says why.
     refused.sort(key=lambda end: not any(line.startswith("refused: ") for line in end.last))
-    return (killed or refused or failed)[0]
+    return (hung or killed or refused or failed)[0]
 
 
 def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     """One status for the caller. `stopped_by` is the signal that asked for the end."""
-    statuses = {end.status for end in ends}
-    if statuses == {0}:
+    if all(end.status == 0 for end in ends):
         return 0
-    if statuses <= {0, REQUEUE} and REQUEUE in statuses:
+    if is_requeue(ends, stopped_by):
         return REQUEUE
     if stopped_by is not None:
         return 128 + stopped_by
@@ -70,19 +77,38 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     return first.status if first.status > 0 else 128 - first.status
 
 
+def is_requeue(ends: Sequence[End], stopped_by: int | None = None) -> bool:
+    """Whether the ranks ended because their place is taken away: nothing failed, nothing is lost.
+
+    So it is where the first that ended says so, and what the others say is then a consequence; and
+    where a signal that announces it ended ranks that had trained nothing yet.
+    """
+    if not ends:
+        return False
+    first = min((end for end in ends if end.status), key=lambda end: end.after_s)
+    if first.status == REQUEUE:
+        return not any(end.status == DO_NOT_RETRY or end.hung for end in ends)
+    return stopped_by in PREEMPTING and all(
+        end.status in (0, REQUEUE) or (end.was_stopped and end.phase in ("start", "load"))
+        for end in ends
+    )
+
+
 def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
     """The first failure for a person: who, how, where its log is, and its own last words."""
     first = first_failure(ends)
     if first is None:
         return []
-    words = last_words(first.last)
+    words = first.stack if first.hung else last_words(first.last)
     if words and (first.is_lost or first.status == DO_NOT_RETRY):
         return words  # whole sentences that need no frame
     where = f" on {first.host}" if first.host else ""
-    lines = [
-        f"failed: rank {first.rank} of {num_ranks}{where} {how(first.status)} after"
-        f" {first.after_s:.0f} s, first of all" + (f"; its log: {first.log}" if first.log else "")
-    ]
+    what = f"{how(first.status)} after {first.after_s:.0f} s, first of all"
+    if first.hung:
+        what = f"{first.hung}; all ranks were killed, their stacks are in their logs"
+    lines = [f"failed: rank {first.rank} of {num_ranks}{where} {what}"]
+    if first.log:
+        lines[0] += f"; its log: {first.log}"
     return lines + [f"  | {line}" for line in words]
 
 

@@ -15,21 +15,28 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launch import agent, network
 from launch.cluster import Cluster
 from launch.outcome import End
 from launch.preflight import Plan
-from launch.ranks import OTHERS_S, Ranks, RunLogs
+from launch.ranks import AGAIN_S, OTHERS_S, Ranks, RunLogs
 from launch.screen import Screen
+from recipes.schema import Watch
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# All ask the ranks to save and end; SIGUSR1 is what batch systems announce the end of a job with.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def here(
-    words: Sequence[str], ranks: int, root: Path, run_folder: Path | None, port: int | None
+    words: Sequence[str],
+    ranks: int,
+    root: Path,
+    run_folder: Path | None,
+    port: int | None,
+    limits: Watch | None = None,
 ) -> int:
     """Run `python WORDS` on `ranks` ranks of this machine; returns the exit status."""
     screen = Screen(ranks)
@@ -48,8 +55,10 @@ def here(
     command = [sys.executable, *words]
     logs = RunLogs(run_folder)
     with signals() as asked:
-        group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True)
-        asked.then(group.stop)
+        group = Ranks(
+            command, environments, root, show, logs=logs, keeps_terminal=True, limits=limits
+        )
+        asked.then(group.stop, group.kill)
         ends = group.wait()
     return screen.finish(ends, asked.first)
 
@@ -62,6 +71,7 @@ def across(
     environment: Mapping[str, str],
     run_folder: str | None,
     screen: Screen | None = None,
+    limits: Watch | None = None,
 ) -> int:
     """Run `python WORDS` on `per_host` ranks of every host; returns the exit status."""
     num_ranks = per_host * len(plan.hosts)
@@ -75,6 +85,7 @@ def across(
         "environment": dict(environment),
         "run_folder": run_folder,
         "shown": [0],
+        "limits": limits and asdict(limits),
     }
     ends: list[End] = []
     began = time.monotonic()
@@ -106,7 +117,8 @@ def across(
 def end_of(message: dict, host: str, per_host: int, after_s: float) -> End:
     """The end of a rank; a host that was lost, or could not start, ends as its first rank."""
     if message["say"] == "end":
-        fields = message["end"] | {"last": tuple(message["end"]["last"])}
+        fields = message["end"]
+        fields |= {name: tuple(fields[name]) for name in ("last", "stack")}
         return replace(End(**fields), host=host, after_s=after_s)
     why = message.get("problems") or [message["why"]]
     return End(
@@ -120,10 +132,15 @@ def end_of(message: dict, host: str, per_host: int, after_s: float) -> End:
 
 
 class Asked:
-    """Signals that came. `first` is the one that asked for the end."""
+    """Signals that came. `first` is the one that asked for the end.
+
+    One that no person repeats may come twice for one request: to the whole process group, and
+    passed on by make. Only Ctrl-C asks again at once.
+    """
 
     def __init__(self):
         self.first: int | None = None
+        self._first_at = 0.0
         self._stop: Callable[[int], None] = lambda number: None
         self._again: Callable[[], None] | None = None
 
@@ -135,8 +152,12 @@ class Asked:
 
     def __call__(self, number: int, frame) -> None:
         if self.first is None:
-            self.first = number
+            self.first, self._first_at = number, time.monotonic()
             self._stop(number)
+            if number == signal.SIGINT and sys.stderr.isatty():
+                os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
+        elif number != signal.SIGINT and time.monotonic() - self._first_at < AGAIN_S:
+            return
         elif self._again:
             self._again()
         else:
