@@ -38,7 +38,7 @@ MEMORY = 65  # durations that the median is taken of
 DUMP_S = 3.0  # what a rank has to write its stacks
 # A host whose ranks only wait lets the host of the one that hangs speak first.
 WAITING_S = 3.0
-WAITS_IN = re.compile(r'torch/distributed/|deepspeed/comm/|checkpoint/comm\.py|runtime/meeting\.py')
+WAITS_IN = re.compile(r"torch/distributed/|deepspeed/comm/|checkpoint/comm\.py|runtime/meeting\.py")
 FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most so deep
 
@@ -206,7 +206,7 @@ class Watchdog:
 def read_beat(path: Path) -> Beat | None:
     """The beat in a file; None where there is no whole one."""
     try:
-        rank, phase, step, at, parts = path.read_text().split()
+        _rank, phase, step, at, parts = path.read_text().split()
         return Beat(phase, int(step), float(at), max(1, int(parts)))
     except (OSError, ValueError):
         return None
