@@ -85,7 +85,8 @@ def is_requeue(ends: Sequence[End], stopped_by: int | None = None) -> bool:
     """
     if not ends:
         return False
-    first = min((end for end in ends if end.status), key=lambda end: end.after_s)
+    ended = [end for end in ends if end.status]
+    first = min(ended, key=lambda end: (end.after_s, end.status == REQUEUE))
     if first.status == REQUEUE:
         return not any(end.status == DO_NOT_RETRY or end.hung for end in ends)
     return stopped_by in PREEMPTING and all(
