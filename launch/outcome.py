@@ -1,7 +1,8 @@
 """What the ends of all ranks add up to: one exit status, and the error a person must see first.
 
-    0 all ranks ended well    75 all asked to be put back in the queue    93 trying again is no use
-    130, 143 stopped by Ctrl-C, SIGTERM    else the status of the rank that failed first
+    0 all ranks ended well    75, 76 all asked to be started again, later or at once
+    93 trying again is no use    130, 143 stopped by Ctrl-C, SIGTERM
+    else the status of the rank that failed first
 
 The one rule: ranks that were stopped because of another, or that lost their connection to it, are
 consequences and decide nothing. Pure functions.
@@ -14,19 +15,22 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.exits import DO_NOT_RETRY, REQUEUE
+from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE, REWOUND
 
+# All ranks agree on these; whoever has another status failed by itself.
+AGREED = (FINISHED, REQUEUE, REWOUND)
 # A killed rank is the cause even where the news of a rank that missed it came first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40
+OUT_OF_MEMORY = re.compile(r"^(\[rank\d+\]: )?((torch\.)?(cuda\.)?OutOfMemoryError|MemoryError)\b")
 
 
 @dataclass(frozen=True)
 class End:
     """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
 
-    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end.
-    `last` = the end of its error output.
+    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end;
+    `is_oom` = the kernel killed it for want of memory. `last` = the end of its error output.
     """
 
     rank: int
@@ -35,6 +39,7 @@ class End:
     host: str = ""
     was_stopped: bool = False
     is_lost: bool = False
+    is_oom: bool = False
     last: tuple[str, ...] = ()
     log: str | None = None
 
@@ -42,7 +47,7 @@ class End:
 def first_failure(ends: Sequence[End]) -> End | None:
     """The rank to blame; None where none failed by itself."""
     failed = sorted(
-        (end for end in ends if end.status not in (0, REQUEUE) and not end.was_stopped),
+        (end for end in ends if end.status not in AGREED and not end.was_stopped),
         key=lambda end: end.after_s,
     )
     if not failed:
@@ -58,16 +63,35 @@ def first_failure(ends: Sequence[End]) -> End | None:
 def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     """One status for the caller. `stopped_by` is the signal that asked for the end."""
     statuses = {end.status for end in ends}
-    if statuses == {0}:
-        return 0
-    if statuses <= {0, REQUEUE} and REQUEUE in statuses:
-        return REQUEUE
+    for status in AGREED:
+        if statuses and statuses <= {FINISHED, status}:
+            return status
     if stopped_by is not None:
         return 128 + stopped_by
     first = first_failure(ends)
     if first is None:
         return 1
     return first.status if first.status > 0 else 128 - first.status
+
+
+def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
+    """One word for how a life ended, as its line in events.jsonl has it."""
+    status = exit_status(ends, stopped_by)
+    agreed = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound"}
+    if status in agreed:
+        return agreed[status]
+    first = first_failure(ends)
+    if stopped_by is not None:
+        return "stopped"
+    if first is None:
+        return "failed"
+    if first.is_lost:
+        return "lost_host"
+    if first.status == DO_NOT_RETRY:
+        return "refused"
+    if first.is_oom or any(OUT_OF_MEMORY.search(line) for line in first.last):
+        return "out_of_memory"
+    return "killed" if first.status < 0 else "failed"
 
 
 def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
@@ -79,9 +103,11 @@ def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
     if words and (first.is_lost or first.status == DO_NOT_RETRY):
         return words  # whole sentences that need no frame
     where = f" on {first.host}" if first.host else ""
+    who = f"rank {first.rank} of {num_ranks}{where} " if num_ranks > 1 else f"the run{where} "
     lines = [
-        f"failed: rank {first.rank} of {num_ranks}{where} {how(first.status)} after"
-        f" {first.after_s:.0f} s, first of all" + (f"; its log: {first.log}" if first.log else "")
+        f"failed: {who}{how(first.status)} after {first.after_s:.0f} s"
+        + (", first of all" if num_ranks > 1 else "")
+        + (f"; its log: {first.log}" if first.log else "")
     ]
     return lines + [f"  | {line}" for line in words]
 

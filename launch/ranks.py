@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from launch import oom
 from launch.outcome import End
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -133,6 +134,7 @@ class Ranks:
         self._stopping: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen] = []
+        self._oom_kills = oom.kills()
         self._numbers = [int(environment["RANK"]) for environment in environments]
         try:
             for local, environment in enumerate(environments):
@@ -238,6 +240,7 @@ class Ranks:
             status=status,
             after_s=time.monotonic() - self._started,
             was_stopped=local in self._stopping,
+            is_oom=status == -signal.SIGKILL and oom.kills() > self._oom_kills,
             last=tuple(last),
             log=self._logs.path(name),
         )
