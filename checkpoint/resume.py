@@ -41,6 +41,7 @@ FREE = (
     "ds",
     "checkpoint",
     "watch",
+    "restart",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

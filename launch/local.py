@@ -1,9 +1,8 @@
 """`make pretrain`: check everything in one short process, then become or start the run.
 
     compose -> layout -> DeepSpeed JSON -> run folder -> corpus
-        one rank                  exec: pretrain.py takes the place of this process
-        several on this machine   launch.start.here
-        HOSTFILE=, or in SLURM    doctor's quick part on every host -> launch.start.across
+        on this machine           launch.supervise: ranks here
+        HOSTFILE=, or in SLURM    launch.supervise: launch.fleet looks at the hosts -> ranks there
 
 The one rule: what can be refused is refused here, before any rank starts, with every problem at
 once. Imports no torch. Signals to this process are signals to the run, and its exit status is the
@@ -13,41 +12,47 @@ run's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import functools
 import os
 import signal
+import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data.schedule import read_schedule
 from data.stream import open_stream
-from launch import network, start
+from launch import bundle, network, start
+from launch.budget import Budget, Life
 from launch.environment import passed
-from launch.facts import remove_stale_locks
+from launch.facts import gather, remove_stale_locks
+from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
-from launch.preflight import Inspection, preflight, wanted_port
+from launch.preflight import Inspection, wanted_port
+from launch.screen import Screen
+from launch.slurm import requeued
+from launch.spares import SpareWatch
+from launch.start import Asked, Lived
+from launch.supervise import Start, pause, supervise
 from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
+from runtime import lives
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
+from runtime.records import EVENTS, read_events, record_event
 from runtime.resuming import standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 
@@ -65,8 +70,9 @@ def main(arguments: list[str]) -> int:
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
         if place is None:
-            return start_here(words, ranks or 1)
-        return start_across(words, place, ranks)
+            return start_here(words, ranks or 1, options.once)
+        status = start_across(words, place, ranks, options.once)
+        return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
     except OSError as error:  # a file system that went away, a folder in place of a file
@@ -80,12 +86,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
+    parser.add_argument("--once", action="store_true", help="never start again after a failure")
     parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
     add_words(parser, "*", "recipe=NAME and overrides")
     return parser.parse_args(arguments)
 
 
-def start_here(words: list[str], ranks: int) -> int:
+def start_here(words: list[str], ranks: int, once: bool) -> int:
     """Ranks of this machine."""
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
@@ -93,16 +100,23 @@ def start_here(words: list[str], ranks: int) -> int:
     recipe = check(words, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
-    command = command_of(words)
-    if ranks > 1:
-        folder = ROOT / "runs" / recipe.run
-        return start.here(command[1:], ranks, ROOT, folder, port, recipe.watch)
-    for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
-        os.environ.pop(name, None)
-    # As for several ranks: see launch.agent.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.execv(command[0], command)
+    folder = ROOT / "runs" / recipe.run
+
+    def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
+        command = command_of(goes_on(words) if has_begun else words)
+        return start.live_here(
+            command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
+        )
+
+    facts = functools.partial(host_facts, os.environ)
+    with start.signals() as asked:
+        return supervise(
+            lambda life, lived: Start(ranks, live),
+            Book(folder),
+            Budget(0 if once else recipe.restart.lives, Book(folder).place()),
+            asked,
+            lambda why: bundle.pack(folder, Book(folder).name(), why, facts(), os.environ),
+        )
 
 
 def command_of(words: list[str]) -> list[str]:
@@ -110,35 +124,125 @@ def command_of(words: list[str]) -> list[str]:
     return [sys.executable, str(ROOT / "pretrain.py"), *words]
 
 
-def start_across(words: list[str], place: Place, nproc: int | None) -> int:
+def goes_on(words: list[str]) -> list[str]:
+    """The words of a later life: what `resume=fresh` set aside is not to be set aside again."""
+    return [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+
+
+def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the doctor knows of this machine, by its name."""
+    return {socket.gethostname(): gather(ROOT, 0, {}, environ)}
+
+
+def start_across(words: list[str], place: Place, nproc: int | None, once: bool) -> int:
     """Ranks on many hosts: check the recipe, then the hosts, then start."""
     hosts = place.cluster.hosts
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
-    per_host = ranks_per_host(hosts, nproc)
+    per_host = ranks_per_host([*hosts, *place.spares], nproc)
     checked = check(words, per_host * len(hosts))
     recipe = checked.recipe
     refuse_split_groups(recipe, per_host)
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
-    print(f"variables that go along: {names} (PASS= adds others)", flush=True)
+    say(f"variables that go along: {names} (PASS= adds others)")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
         folders=[source.corpus for source in recipe.data.sources.values()],
         port=wanted_port(os.environ),
     )
-    plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
-    folder = f"runs/{recipe.run}"
-    return start.across(
-        place.cluster,
-        plan,
-        ["pretrain.py", *words],
-        per_host,
-        environment,
-        folder,
-        limits=recipe.watch,
-    )
+    book = Book(ROOT / "runs" / recipe.run)
+    rules = replace(recipe.restart, lives=0) if once else recipe.restart
+    with start.signals() as asked:
+        fleet = Fleet(
+            place.cluster,
+            list(place.spares),
+            inspection,
+            rules,
+            place.included,
+            book.failures,
+            book.note,
+            lambda hosts: check(words, per_host * hosts, is_running=True),
+            say,
+            lambda seconds: pause(seconds, asked),
+        )
+
+        def mend(life: Life | None, lived: Lived | None) -> Start | None:
+            lost = {end.host for end in lived.ends if end.is_lost} if lived else set()
+            if fleet.mend(life, lost) is None:
+                return None
+            return Start(per_host * len(fleet.cluster.hosts), live)
+
+        def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
+            order = start.order_of(
+                fleet.plan,
+                ["pretrain.py", *(goes_on(words) if has_begun else words)],
+                per_host,
+                environment | variables,
+                f"runs/{recipe.run}",
+                recipe.cluster.lost_s,
+                recipe.watch,
+            )
+            return start.live_across(fleet.cluster, order, screen, asked)
+
+        def keep(why: str) -> Path | None:
+            return bundle.pack(book.folder, book.name(), why, fleet.facts, os.environ)
+
+        # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
+        # on the run may take a little longer.
+        budget = Budget(rules.lives, book.place(), busy_s=2 * recipe.cluster.lost_s)
+        watch = SpareWatch(
+            lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, say,
+            book.note,
+        )  # fmt: skip
+        with watch:
+            return supervise(mend, book, budget, asked, keep)
+
+
+def say(line: str) -> None:
+    """A line of the launcher's own."""
+    print(line, flush=True)
+
+
+class Book:
+    """The record of a run, for the supervisor: what is read and written between its lives."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def place(self) -> tuple[int, int, int]:
+        """(segment, newest step, newest saved step)."""
+        mark = lives.mark(self.folder)
+        return mark.segment, mark.step, mark.saved_step
+
+    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
+        """Write the line of a life. A record that cannot be written costs the line, not the run."""
+        try:
+            return lives.close(self.folder, launch, lives.Ended(**how), is_ours)
+        except (OSError, UserError) as error:
+            print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
+            return None
+
+    def name(self) -> str:
+        """A name for what belongs to the newest life."""
+        return f"life-{lives.next_number(self.folder) - 1}"
+
+    def note(self, host: str, state: str, **facts: Any) -> None:
+        """Put on record what became of a host, where there is a record already."""
+        if (self.folder / EVENTS).is_file():
+            with contextlib.suppress(OSError, UserError):
+                life = max(1, lives.next_number(self.folder) - 1)
+                record_event(self.folder, "host", life=life, host=host, state=state, **facts)
+
+    def failures(self) -> list[tuple[str, str, float]]:
+        """(host, cause, when) of all lives, and of hosts that were found unfit."""
+        events = read_events(self.folder) if self.folder.is_dir() else []
+        return [
+            (event["host"], event["cause"], lives.unix_s(event))
+            for event in events
+            if event.get("host") and event.get("cause")
+        ]
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
@@ -165,7 +269,7 @@ class Checked:
     checkpoint_gib: float
 
 
-def check(words: list[str], ranks: int) -> Checked:
+def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
     recipe = compose_command(words).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -174,7 +278,8 @@ def check(words: list[str], ranks: int) -> Checked:
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)
     folder = ROOT / "runs" / recipe.run
-    refuse_busy(folder)
+    if not is_running:  # the supervisor's own last life may be ending
+        refuse_busy(folder)
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
     )

@@ -155,10 +155,17 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
     }
     cut_off = [hosts[node].name for node, way in ways.items() if way is None]
     if cut_off:
+        # Where no other host reaches the first, the fault is more likely its own.
+        who = [hosts[0].name] if len(cut_off) == len(hosts) - 1 > 1 else cut_off
+        by = f" (by {names(cut_off)})" if who != cut_off else ""
         raise UserError(
-            f"{names(cut_off)}: port {port} of {hosts[0].name} cannot be reached over any of"
-            f" {', '.join(candidates[:-1])}; open the ports between"
-            f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make ..."
+            *(
+                f"{name}: port {port} of {hosts[0].name} cannot be reached over any of"
+                f" {', '.join(candidates[:-1])}{by}; open the ports between"
+                f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make"
+                " ..."
+                for name in who
+            )
         )
     came = next(message["ways"] for message in said[0] if message["say"] == "came")
     first = next(iter(came.values()))

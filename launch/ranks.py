@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from launch import oom
 from launch.outcome import End
 from launch.watchdog import LOOK_S, WAITING_S, Hung, Watchdog
 from recipes.schema import Watch
@@ -147,6 +148,7 @@ class Ranks:
         self._stopping: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen] = []
+        self._oom_kills = oom.kills()
         self._numbers = [int(environment["RANK"]) for environment in environments]
         self._is_all = len(environments) == int(environments[0].get("WORLD_SIZE", 1))
         self._watch = Watchdog(self._numbers, limits) if limits else None
@@ -290,11 +292,13 @@ class Ranks:
             status=-signal.SIGKILL if is_hung else status,
             after_s=time.monotonic() - self._started,
             was_stopped=local in self._stopping,
+            is_oom=status == -signal.SIGKILL and oom.kills() > self._oom_kills,
             last=tuple(last),
             log=self._logs.path(name),
             phase=beat.phase if beat else None,
             step=beat.step if beat else None,
             hung=str(self._hung) if is_hung else None,
+            silent_s=self._hung.silent_s if is_hung else 0.0,
             stack=self._hung.stack if is_hung else (),
             only_waits=is_hung and self._hung.only_waits,
         )

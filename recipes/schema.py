@@ -330,6 +330,9 @@ class Cluster:
         above=0,
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=10**7)
+    lost_s: int = knob(
+        60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
+    )
     threads: int | None = knob(
         None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
     )
@@ -398,6 +401,18 @@ class Checkpoint:
         choices=("sampled", "full"),
     )
     at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
+
+    lives: int = knob(
+        3, "lives in a row without a newer step that end the run; 0 = never start again", low=0
+    )
+    wait_s: int = knob(1800, "how long to wait for a lost host where no spare is left", low=0)
+    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
+    host_failures: int = knob(3, "failures within a day that bar a host from the run", low=1)
 
 
 @dataclass(frozen=True)
@@ -477,6 +492,7 @@ class Recipe:
     log: Log = knob(Log(), "console and event files")
     checkpoint: Checkpoint = knob(Checkpoint(), "saving")
     watch: Watch = knob(Watch(), "limits of silence")
+    restart: Restart = knob(Restart(), "what follows a failure")
     resume: str = knob(
         "auto",
         "auto = go on from the newest whole checkpoint of the run, if there is one; fresh = set the"

@@ -14,13 +14,14 @@ and including the step.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime import memory, mirror, records, speed
+from runtime import lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
 
@@ -52,10 +53,12 @@ class MetricsWriter:
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
         records.repair(self.folder / records.EVENTS, say)
-        self.life = 1 + len(records.read_events(self.folder, "life"))
+        lives.complete(self.folder)
+        self.life = lives.next_number(self.folder)
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
-        self.event("life", segment=segment, after_step=after_step, world=world)
+        launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
+        self.event("began", segment=segment, after_step=after_step, world=world, **launch)
         self.resume(after_step)
 
     def resume(self, after_step: int) -> None:
@@ -166,6 +169,8 @@ class MetricsWriter:
             line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
+        if times.is_first:
+            self.event("first_step", step=step)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)

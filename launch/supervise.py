@@ -1,0 +1,143 @@
+"""Keeps a run alive: one life after the other, until it ends by itself or makes no progress.
+
+    mend the hosts -> start all ranks -> they end -> one line in events.jsonl -> launch.budget
+                                                      again | the end | given up, with a bundle
+
+The one rule: a life is all ranks or none; what became of it is on record before the next begins.
+This process decides, and touches neither weights nor checkpoints. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from launch.budget import Budget, Life
+from launch.outcome import cause_of, first_failure
+from launch.screen import Screen
+from launch.start import Asked, Lived
+from recipes.exits import DO_NOT_RETRY
+from recipes.schema import UserError
+
+LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
+LOOK_S = 0.2
+
+
+class Book(Protocol):
+    """The record of the run, as far as it is used here."""
+
+    def place(self) -> tuple[int, int, int]:
+        """(segment, newest step, newest saved step); zeros where there is nothing."""
+
+    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
+        """Write the line of a life; the line, or None where nothing had begun."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a life is made of. `lives` starts all ranks and returns when all have ended."""
+
+    num_ranks: int
+    live: Callable[[Screen, Asked, dict[str, str], bool], Lived]
+
+
+def supervise(
+    mend: Callable[[Life | None, Lived | None], Start | None],
+    book: Book,
+    budget: Budget,
+    asked: Asked,
+    bundle: Callable[[str], Path | None],
+) -> int:
+    """Live until there is an end; returns the exit status.
+
+    `mend(life, lived)` says how the next life starts, given the one before, or None where a signal
+    came meanwhile; it raises UserError where it cannot. `bundle(why)` keeps what a person needs
+    when the run is given up.
+    """
+    life: Life | None = None
+    lived: Lived | None = None
+    has_begun = False
+    while True:
+        over_at = time.monotonic()
+        try:
+            start = mend(life, lived)
+        except UserError as error:
+            if life is None:
+                raise
+            return give_up("; ".join(error.problems), bundle)
+        if start is None or asked.first is not None:
+            return 128 + asked.first
+        launch = secrets.token_hex(8)
+        screen = Screen(start.num_ranks)
+        restart_s = time.monotonic() - over_at if life else 0.0
+        lived = start.live(screen, asked, {LAUNCH: launch}, has_begun)
+        status = screen.finish(lived.ends, asked.first)
+        life, line = written_down(book, lived, status, asked, launch, has_begun, restart_s)
+        has_begun = has_begun or life.has_begun
+        verdict = budget.judge(life)
+        if verdict.is_final:
+            return give_up(verdict.why, bundle)
+        if not verdict.again:
+            return verdict.status
+        saved = (line or {}).get("saved_step") or book.place()[2]
+        whence = f"checkpoint step {saved}" if saved else "step 0"
+        when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
+        say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
+        if not pause(verdict.wait_s, asked):
+            return 128 + asked.first
+
+
+def written_down(
+    book: Book,
+    lived: Lived,
+    status: int,
+    asked: Asked,
+    launch: str,
+    is_ours: bool,
+    restart_s: float,
+) -> tuple[Life, dict[str, Any] | None]:
+    """Put a life on record; what the budget must know of it, and its line."""
+    first = first_failure(lived.ends)
+    how = {
+        "cause": cause_of(lived.ends, asked.first),
+        "status": status,
+        "rank": first.rank if first and not first.is_lost else None,
+        "host": first.host or None if first else None,
+    }
+    line = book.close(
+        launch,
+        is_ours,
+        **how,
+        began_unix_s=lived.began_unix_s,
+        ended_unix_s=lived.ended_unix_s,
+        detect_s=lived.detect_s,
+        restart_s=restart_s,
+    )
+    has_begun = line is not None and line["from_step"] is not None
+    return Life(place=book.place(), has_begun=has_begun, **how), line
+
+
+def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
+    """Say why the run is not started again, and where everything about it lies."""
+    folder = bundle(why)
+    where = f"; see {folder}" if folder else ""
+    print(f"stopped for good: {why}{where}", file=sys.stderr, flush=True)
+    return DO_NOT_RETRY
+
+
+def pause(seconds: float, asked: Asked) -> bool:
+    """Wait; False as soon as a signal asks for the end."""
+    end = time.monotonic() + seconds
+    while asked.first is None and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_S))
+    return asked.first is None
+
+
+def say(text: str) -> None:
+    """A line of the supervisor's own."""
+    print(f"restart: {text}", file=sys.stderr, flush=True)
