@@ -49,7 +49,7 @@ from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
-from runtime.requests import REQUESTS, Asked
+from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
         return FAILED
-    except Asked as asked:
+    except AskedEarly as asked:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
         return asked.ending.status
     finally:

@@ -48,6 +48,7 @@ from runtime import lives
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.records import EVENTS, read_events, record_event
+from runtime.requests import REQUESTS, AskedEarly, forget, read_request
 from runtime.resuming import standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
@@ -78,6 +79,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    except AskedEarly as early:  # a signal while it checks, or builds a corpus
+        print("interrupted before the start; nothing is lost", file=sys.stderr)
+        return early.ending.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -108,6 +112,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
         )
 
+    forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
     with start.signals() as asked:
         return supervise(
@@ -153,6 +158,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
         port=wanted_port(os.environ),
     )
     book = Book(ROOT / "runs" / recipe.run)
+    forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
     with start.signals() as asked:
         fleet = Fleet(
@@ -224,6 +230,16 @@ class Book:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
             return None
 
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; takes the request away."""
+        if read_request(self.folder) is None:
+            return False
+        with contextlib.suppress(OSError, UserError):
+            life = max(1, lives.next_number(self.folder) - 1)
+            record_event(self.folder, "stopped", life=life, reason="asked between two lives")
+        forget(self.folder)
+        return True
+
     def name(self) -> str:
         """A name for what belongs to the newest life."""
         return f"life-{lives.next_number(self.folder) - 1}"
@@ -289,4 +305,5 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
 
 
 if __name__ == "__main__":
+    REQUESTS.listen()
     sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from launch.budget import Budget, Life
 from launch.outcome import cause_of, first_failure
 from launch.screen import Screen
 from launch.start import Asked, Lived
-from recipes.exits import DO_NOT_RETRY
+from recipes.exits import DO_NOT_RETRY, FINISHED
 from recipes.schema import UserError
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
@@ -36,6 +36,9 @@ class Book(Protocol):
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
         """Write the line of a life; the line, or None where nothing had begun."""
+
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; the request is then carried out."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ def supervise(
         say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
         if not pause(verdict.wait_s, asked):
             return 128 + asked.first
+        if book.stop_is_asked():
+            say("it was asked to stop: not started again")
+            return FINISHED
 
 
 def written_down(
@@ -109,10 +115,12 @@ def written_down(
         "rank": first.rank if first and not first.is_lost else None,
         "host": first.host or None if first else None,
     }
+    seen = {"phase": first.phase, "why": first.hung} if first else {}
     line = book.close(
         launch,
         is_ours,
         **how,
+        **seen,
         began_unix_s=lived.began_unix_s,
         ended_unix_s=lived.ended_unix_s,
         detect_s=lived.detect_s,

@@ -26,7 +26,7 @@ from runtime.console import Console, summary_text
 from runtime.engine import StepResult
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
-from runtime.requests import Asked
+from runtime.requests import AskedEarly
 from runtime.settle import Settled
 from runtime.speed import peak_flops
 
@@ -168,7 +168,7 @@ class Record:
         if self.is_closed:
             return
         cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
-        if isinstance(error, Asked):
+        if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.writer.event(cause, reason=str(error) or type(error).__name__)

@@ -52,7 +52,7 @@ ENDINGS = {
 SIGNALS = {signal.SIGINT: 3, signal.SIGTERM: 4, signal.SIGUSR1: 4, signal.SIGHUP: 4}
 
 
-class Asked(KeyboardInterrupt):
+class AskedEarly(KeyboardInterrupt):
     """A signal before training; `ending` says with which status to leave."""
 
     def __init__(self, ending: Ending):
@@ -129,7 +129,7 @@ class Requests:
         if not self._heard_at:
             self._code, self._heard_at = max(code, self._code), now
             if not self._is_training:
-                raise Asked(ENDINGS[code])
+                raise AskedEarly(ENDINGS[code])
             if number == signal.SIGINT and sys.stderr.isatty():
                 os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
         elif number == signal.SIGINT or now - self._heard_at > AGAIN_S:
