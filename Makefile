@@ -114,16 +114,16 @@ knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$$FIND")
 
 status: $(READY) ## what RUN is doing now; how it ended, and the next command
-	@exec "$(PYTHON)" -m runtime.status "$$RUN"
+	@exec "$(PYTHON)" -m runtime.operate status "$$RUN"
 
 events: $(READY) ## what happened in RUN, newest last (KIND=life,saved FOLLOW=1)
-	@exec "$(PYTHON)" -m runtime.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
+	@exec "$(PYTHON)" -m runtime.operate events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
 
 stop: $(READY) ## ask RUN to save and end after its step, and wait (NOW=1: without a save)
-	@exec "$(PYTHON)" -m runtime.stop "$$RUN" $(if $(NOW),--now)
+	@exec "$(PYTHON)" -m runtime.operate stop "$$RUN" $(if $(NOW),--now)
 
 goodput: $(READY) ## where every second of RUN went; the best checkpoint.interval (MTBF=2.8h)
-	@exec "$(PYTHON)" -m runtime.goodput "$$RUN" "--mtbf=$$MTBF"
+	@exec "$(PYTHON)" -m runtime.operate goodput "$$RUN" "--mtbf=$$MTBF"
 
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"

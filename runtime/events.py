@@ -1,4 +1,4 @@
-"""`python -m runtime.events RUN`: what happened in a run, one line each, the newest last.
+"""What happened in a run, one line each, the newest last.
 
 The one rule: every event of events.jsonl is shown, also of kinds that this file knows nothing of.
 Times are UTC, as in the file. Imports no torch.
@@ -6,19 +6,15 @@ Times are UTC, as in the file. Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.command import refuse
-from recipes.schema import UserError
 from runtime.console import duration
-from runtime.presence import existing, is_living
-from runtime.records import EVENTS, parse_line, read_events
+from runtime.presence import is_living
+from runtime.records import EVENTS, parse_line
 
 LOOK_S = 1.0
 COMMON = ("time", "kind", "life", "segment", "launch")  # shown before, or of no use to a person
@@ -103,36 +99,3 @@ def follow(folder: Path, kinds: set[str], seen: int) -> None:
         if not lives and not whole:
             return
         time.sleep(LOOK_S)
-
-
-def main(arguments: list[str]) -> int:
-    """Print the events; exit status."""
-    parser = argparse.ArgumentParser(prog="runtime.events", description="what happened in a run")
-    parser.add_argument("run", help="run folder, or its name under runs/")
-    parser.add_argument("--kind", default="", help="only these kinds, by commas")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    options = parser.parse_args(arguments)
-    try:
-        folder = existing(options.run)
-        seen = (folder / EVENTS).stat().st_size if (folder / EVENTS).exists() else 0
-        events = read_events(folder)
-        kinds = set(filter(None, options.kind.replace(",", " ").split()))
-        known = sorted({event["kind"] for event in events})
-        if not options.follow and not kinds <= set(known):
-            strange = ", ".join(sorted(kinds - set(known)))
-            raise UserError(f"KIND={strange}: no such event in {folder}; there are: "
-                            f"{', '.join(known) or 'none'}")  # fmt: skip
-        print("\n".join(chosen(events, kinds)) or f"no event of {folder.name} yet", flush=True)
-        if options.follow and events:
-            follow(folder, kinds, seen)
-    except UserError as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # `make events | head`
-        sys.stderr.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m runtime.goodput RUN`: where every second since a run's first life went.
+"""Where every second since a run's first life went.
 
     useful     steps whose update is in the weights    redone   steps that were trained again later,
     evaluate   evaluations                                      or whose update was skipped
@@ -15,24 +15,20 @@ no torch. Units: seconds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.command import refuse
-from recipes.schema import UserError, as_float
-from recipes.table import table
+from recipes.schema import UserError
 from runtime import forecast
 from runtime.console import duration
 from runtime.lives import unix_s
-from runtime.presence import existing, is_living
+from runtime.presence import is_living
 from runtime.records import read_events, read_metrics
 
 PARTS = {
@@ -192,8 +188,8 @@ def costs_of(lives: Sequence[Life]) -> forecast.Costs:
     )
 
 
-def report(name: str, lives: Sequence[Life]) -> str:
-    """The table for a person."""
+def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
+    """The account for a person: one line, and rows of a table."""
     total = account(lives)
     part = shares(total)
     whole_s = sum(total.values())
@@ -207,18 +203,23 @@ def report(name: str, lives: Sequence[Life]) -> str:
         f"{name}: {duration(whole_s)} of wall clock, {len(lives)} lives, {failures} failures,"
         f" goodput {part['useful']:.1%}"
     )
-    return f"{head}\n{table(rows)}"
+    return head, rows
 
 
-def advice(lives: Sequence[Life], mtbf_s: float | None, interval: int) -> str:
-    """What the interval between saves should be. `interval` is the one in force, 0 = none."""
+def advice(
+    lives: Sequence[Life], mtbf_s: float | None, interval: int
+) -> tuple[str, list[list[str]]]:
+    """What the interval between saves should be: one line, and rows of a table.
+
+    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own. Raises UserError.
+    """
     total = account(lives)
     failures = sum(life.is_failure for life in lives)
     ran_s = sum(total.values()) - total["idle"]
     whence = "given"
     if mtbf_s is None:
         if not failures:
-            return "no failure yet; MTBF=hours computes the best checkpoint.interval for one"
+            return "no failure yet; MTBF=hours computes the best checkpoint.interval for it", []
         mtbf_s, whence = ran_s / failures, f"measured: {failures} in {duration(ran_s)}"
     costs = costs_of(lives)
     best = forecast.best_interval(costs, mtbf_s)
@@ -234,11 +235,11 @@ def advice(lives: Sequence[Life], mtbf_s: float | None, interval: int) -> str:
                 " and ".join(notes),
             ]
         )
-    return (
+    head = (
         f"a failure every {duration(mtbf_s)} ({whence}), {costs.step_s:.3g} s a step,"
-        f" {costs.stall_s:.3g} s stall a save, {costs.restart_s:.3g} s from failure to training:\n"
-        + table(rows)
+        f" {costs.stall_s:.3g} s stall a save, {costs.restart_s:.3g} s from failure to training:"
     )
+    return head, rows
 
 
 def interval_of(folder: Path) -> int:
@@ -246,39 +247,3 @@ def interval_of(folder: Path) -> int:
     text = (folder / "recipe.yaml").read_text()
     found = re.search(r"^checkpoint:\n(?: .*\n)*?  interval: (\d+)$", text, re.M)
     return int(found[1]) if found else 0
-
-
-def main(arguments: list[str]) -> int:
-    """Print the account; exit status."""
-    parser = argparse.ArgumentParser(prog="runtime.goodput", description="where the time went")
-    parser.add_argument("run", help="run folder, or its name under runs/")
-    parser.add_argument("--mtbf", default="", help="hours between two failures")
-    options = parser.parse_args(arguments)
-    try:
-        folder = existing(options.run)
-        mtbf_s = hours("MTBF", options.mtbf) if options.mtbf else None
-        lives = read_lives(folder)
-        if not lives:
-            raise UserError(f"run={folder.name}: no life is on record yet")
-        print(report(folder.name, lives))
-        print(advice(lives, mtbf_s, interval_of(folder)))
-    except UserError as error:
-        return refuse(error)
-    return 0
-
-
-def hours(variable: str, text: str) -> float:
-    """Hours, or a number with s, min, h or d, in seconds. Raises UserError."""
-    sizes = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-    unit = next((unit for unit in ("min", "s", "h", "d") if text.endswith(unit)), "")
-    try:
-        seconds = as_float(text.removesuffix(unit).strip()) * sizes[unit or "h"]
-    except ValueError as problem:
-        raise UserError(f"{variable}={text} {problem}; give hours, or 90min, 2.8h, 3d") from None
-    if seconds <= 0:
-        raise UserError(f"{variable}={text} is not above 0; give hours between two failures")
-    return seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m runtime.status RUN`: what a run is doing now, or how it ended and what comes next.
+"""What a run is doing now, or how it ended and what comes next.
 
 The one rule: nothing is guessed: whether it lives is asked of its lock, what it does was said by
 its first rank, all numbers are those of its record. Imports no torch. Units: seconds.
@@ -6,11 +6,9 @@ its first rank, all numbers are those of its record. Imports no torch. Units: se
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.manifest import NAME, committed
-from recipes.command import refuse
-from recipes.schema import UserError
 from runtime.console import duration, number
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import ENDINGS, unix_s
-from runtime.presence import existing, is_living, shown
+from runtime.presence import is_living, shown
 from runtime.records import METRICS, read_events, read_metrics
 from runtime.requests import read_request
 
@@ -194,19 +190,3 @@ def world_of(folder: Path) -> int | None:
         return len(json.loads((folder / "layout.json").read_text())["places"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def main(arguments: list[str]) -> int:
-    """Print it; exit status."""
-    parser = argparse.ArgumentParser(prog="runtime.status", description="what a run is doing")
-    parser.add_argument("run", help="run folder, or its name under runs/")
-    options = parser.parse_args(arguments)
-    try:
-        print("\n".join(describe(state_of(existing(options.run)))))
-    except UserError as error:
-        return refuse(error)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m runtime.stop RUN`: ask a run to save and end, and wait until it has.
+"""Asking a run to save and end, and waiting until it has.
 
 The one rule: it asks, and kills nothing: the run ends itself after a step, all ranks alike, and its
 launcher does not start it again. Imports no torch.
@@ -6,7 +6,6 @@ launcher does not start it again. Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import os
 import socket
@@ -14,13 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.command import refuse
 from recipes.exits import FAILED, FINISHED
-from recipes.schema import UserError
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import unix_s
-from runtime.presence import existing, is_living, shown
+from runtime.presence import is_living, shown
 from runtime.records import read_events
 from runtime.requests import ask, read_request
 
@@ -38,18 +35,26 @@ def stop(folder: Path, now: bool) -> int:
     ask(folder, now=now, who=who())
     kind = "end without a save" if now else "save and end"
     print(f"asked {folder.name} to {kind} after its step; waiting (Ctrl-C: no longer)", flush=True)
+    try:
+        await_end(folder, began)
+    except KeyboardInterrupt:
+        print("the request stays; the run ends after its step")
+        return FINISHED
+    return outcome(folder, began)
+
+
+def await_end(folder: Path, began: float) -> None:
+    """Until nobody runs it and its launcher has given it up."""
     tell_at = began + TELL_S
-    while is_living(folder) or read_request(folder) is not None:
-        if not is_living(folder) and time.time() - began > BETWEEN_S:
-            break
+    while (lives := is_living(folder)) or read_request(folder) is not None:
+        if not lives and time.time() - began > BETWEEN_S:
+            return
         if time.time() > tell_at:
             tell_at += TELL_S
             seen = shown(folder)
-            print(
-                f"still in phase {seen.get('phase', '?')}, step {seen.get('step', '?')}", flush=True
-            )
+            where = f"phase {seen.get('phase', '?')}, step {seen.get('step', '?')}"
+            print(f"still in {where}", flush=True)
         time.sleep(LOOK_S)
-    return outcome(folder, began)
 
 
 def outcome(folder: Path, began: float) -> int:
@@ -90,25 +95,3 @@ def who() -> str:
     except (KeyError, OSError):  # a user without a name
         name = str(os.getuid())
     return f"{name}@{socket.gethostname()}"
-
-
-def main(arguments: list[str]) -> int:
-    """Ask and wait; exit status."""
-    parser = argparse.ArgumentParser(prog="runtime.stop", description="end a run politely")
-    parser.add_argument("run", help="run folder, or its name under runs/")
-    parser.add_argument("--now", action="store_true", help="without a save")
-    options = parser.parse_args(arguments)
-    try:
-        return stop(existing(options.run), options.now)
-    except UserError as error:
-        return refuse(error)
-    except OSError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("the request stays; the run ends after its step")
-        return FINISHED
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
