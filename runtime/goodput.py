@@ -153,6 +153,14 @@ def shares(total: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in total.items()}
 
 
+def series(folder: Path) -> dict[str, float]:
+    """The shares that TensorBoard shows, 0..1; empty before the first life is on record."""
+    part = shares(account(read_lives(folder, time.time())))
+    back = sum(part[name] for name in ("detect", "restart", "start", "load"))
+    found = {name: part[name] for name in ("useful", "redone", "stall")} | {"restart": back}
+    return {f"goodput_{name}": share for name, share in found.items()}
+
+
 def read_lives(folder: Path, now_s: float | None = None) -> list[Life]:
     """The lives of the run in `folder`. One that goes on has lived until now; one that ended with
     nobody left to say so, until its last sign."""

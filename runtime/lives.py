@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,16 @@ def complete(folder: Path) -> None:
         del fields["restart_s"], fields["detect_s"]
         fields["seconds"] = seconds_of(ended, began, own)
         records.record_event(folder, "life", life=began["life"], written_later=True, **fields)
+
+
+def process_began_unix_s() -> float:
+    """When this process was started; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return round(time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK"), 3)
 
 
 def unix_s(event: Mapping[str, Any]) -> float:

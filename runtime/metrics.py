@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime import lives, memory, mirror, records, speed
+from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
 
@@ -58,8 +58,17 @@ class MetricsWriter:
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
         launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
-        self.event("began", segment=segment, after_step=after_step, world=world, **launch)
+        self.event(
+            "began",
+            segment=segment,
+            after_step=after_step,
+            world=world,
+            started_unix_s=lives.process_began_unix_s(),
+            **launch,
+        )
         self.resume(after_step)
+        if self._events is not None and after_step:
+            self._events.scalars(after_step, goodput.series(self.folder))
 
     def resume(self, after_step: int) -> None:
         """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
@@ -197,7 +206,9 @@ class MetricsWriter:
         """The last call: write the result metrics, close everything, return the summary."""
         result = summary(self.folder, self.segment)
         if self._events is not None:
-            self._events.results(result["last_step"] or self._after_step, result)
+            step = result["last_step"] or self._after_step
+            self._events.scalars(step, goodput.series(self.folder))
+            self._events.results(step, result)
             self._events.end_session(is_success)
         self.close()
         return result
