@@ -3,7 +3,7 @@
     python -m benchmarks.chaos [--find "partition"]
 
     node1                   the launcher: make pretrain HOSTFILE= SPARES=1
-    node2 node3 | node4     the hosts: network namespaces with ssh servers; the last one is the spare
+    node2 node3 | node4     the hosts: network namespaces with ssh servers; the last is the spare
 
 A fault strikes once the run has done some steps past a checkpoint. The one rule: after every fault
 the weights of the last step are those of the run that nothing disturbed, bit for bit. The limit of
@@ -97,7 +97,7 @@ class Bed:
         self.wait(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps)
 
     def wait(self, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-        """Wait for something. Raises AssertionError where it does not come, or the run has ended."""
+        """Wait for something. AssertionError: it does not come, or the run has ended."""
         deadline = time.monotonic() + limit_s * PATIENCE
         while not is_so():
             ended = self.launcher.poll()
@@ -292,8 +292,10 @@ def judge(row: Row, run: Path, struck: float, straight: dict[str, bytes]) -> Non
     row.lost_steps = first["last_step"] - second["from_step"]
     steps = {event["life"]: unix_s(event) for event in read_events(run, "first_step")}
     row.to_step_s = steps[2] - struck
-    row.limit_s = row.fault.torchrun_s + 5 + sum(
-        first["seconds"].get(part, 0) for part in ("start", "first_step")
+    row.limit_s = (
+        row.fault.torchrun_s
+        + 5
+        + sum(first["seconds"].get(part, 0) for part in ("start", "first_step"))
     )
     assert first["cause"] == row.fault.cause, first
     assert row.fault.host in (None, first["host"]), first
@@ -324,8 +326,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 @contextlib.contextmanager
 def bed():
     """Hosts and a clone for the time of a test."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        folder = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
         with namespaces.hosts(folder, len(EVERYBODY), net=(os.getpid() + 50) % 200) as hosts:
             made = Bed(folder, hosts)
             try:

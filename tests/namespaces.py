@@ -125,9 +125,7 @@ class Hosts:
                 + (f"SetEnv {' '.join(given)}\n" if given else "")
             )
             command = [SSHD, "-D", "-e", "-f", str(keys / f"sshd{number}")]
-            self._servers[number] = self.command(
-                number, *command, prepare=prepare.get(number, "")
-            )
+            self._servers[number] = self.command(number, *command, prepare=prepare.get(number, ""))
             self.start_server(number)
         (keys / "config").write_text(
             f"Host *\n  IdentityFile {keys}/user\n  UserKnownHostsFile {keys}/known\n"
@@ -153,9 +151,7 @@ class Hosts:
     def start_server(self, number: int) -> None:
         """Start the ssh server of a host, of which nothing is left."""
         with open(self.folder / f"ssh{self.net}" / f"node{number}.log", "ab") as log:
-            self._daemons[number] = subprocess.Popen(
-                self._servers[number], stderr=log, stdout=log
-            )
+            self._daemons[number] = subprocess.Popen(self._servers[number], stderr=log, stdout=log)
 
     def processes(self, number: int) -> list[int]:
         """Everything that runs on a host."""
