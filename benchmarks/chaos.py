@@ -142,13 +142,15 @@ def frozen_host(bed: Bed) -> None:
             os.kill(pid, signal.SIGSTOP)
 
 
-def late_spare(bed: Bed) -> None:
-    """The spare was away at the start; it comes, and later another host goes."""
+def late_spare(bed: Bed) -> float:
+    """The spare was away at the start; it comes, and later another host goes: when."""
     bed.hosts.cable(SPARE, is_in=True)
     bed.hosts.start_server(SPARE)
     bed.await_steps(STRIKES_AT + 4)
     assert len(read_events(bed.run, "began")) == 1, "a late spare started the run again"
+    struck = time.time()
     bed.hosts.power_off(LAST)
+    return struck
 
 
 def double_launch(bed: Bed) -> None:
@@ -185,7 +187,7 @@ class Fault:
     """What strikes, what must be on record of it, and how soon there must be a new step."""
 
     name: str
-    strike: Callable[[Bed], None]
+    strike: Callable[[Bed], float | None]
     cause: str | None  # None = the life goes on
     torchrun_s: float
     host: str | None = None
@@ -267,7 +269,7 @@ def suffer(bed: Bed, fault: Fault, straight: dict[str, bytes]) -> Row:
         bed.start(re.sub(r"\W+", "-", fault.name), *fault.words)
         bed.await_steps(STRIKES_AT)
         struck = time.time()
-        fault.strike(bed)
+        struck = fault.strike(bed) or struck
         status = bed.end()
         assert status == 0, f"exit status {status}:\n{bed.said()[-3000:]}"
         judge(row, bed.run, struck, straight)

@@ -171,6 +171,12 @@ class Ranks:
         else:
             self._hurry = True
 
+    def suspend(self, is_still: bool) -> None:
+        """Let all ranks stand still, or go on. From a signal handler."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGSTOP if is_still else signal.SIGCONT)
+
     def wait(self) -> list[End]:
         """Until no rank lives: the ends of all, in the order in which they came."""
         kill_at, signalled, flush_at = None, None, 0.0

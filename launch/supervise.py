@@ -9,7 +9,7 @@ This process decides, and touches neither weights nor checkpoints. Units: second
 
 from __future__ import annotations
 
-import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +31,12 @@ LOOK_S = 0.2
 class Book(Protocol):
     """The record of the run, as far as it is used here."""
 
+    def new_launch(self) -> str:
+        """A name for the next start of all ranks."""
+
+    def has_begun(self) -> bool:
+        """Whether this very job was started before, and put back in the queue."""
+
     def place(self) -> tuple[int, int, int]:
         """(segment, newest step, newest saved step); zeros where there is nothing."""
 
@@ -47,7 +53,7 @@ class Start:
 
 
 def supervise(
-    mend: Callable[[Life | None, Lived | None], Start | None],
+    mend: Callable[[Life | None, Lived | None], Start],
     book: Book,
     budget: Budget,
     asked: Asked,
@@ -55,24 +61,26 @@ def supervise(
 ) -> int:
     """Live until there is an end; returns the exit status.
 
-    `mend(life, lived)` says how the next life starts, given the one before, or None where a signal
-    came meanwhile; it raises UserError where it cannot. `bundle(why)` keeps what a person needs
-    when the run is given up.
+    `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
+    where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
+    run is given up.
     """
     life: Life | None = None
     lived: Lived | None = None
-    has_begun = False
+    has_begun = book.has_begun()
     while True:
         over_at = time.monotonic()
         try:
+            asked.then_interrupt()
             start = mend(life, lived)
+            asked.then_nothing()
+        except KeyboardInterrupt:
+            return 128 + (asked.first or signal.SIGINT)
         except UserError as error:
             if life is None:
                 raise
             return give_up("; ".join(error.problems), bundle)
-        if start is None or asked.first is not None:
-            return 128 + asked.first
-        launch = secrets.token_hex(8)
+        launch = book.new_launch()
         screen = Screen(start.num_ranks)
         restart_s = time.monotonic() - over_at if life else 0.0
         lived = start.live(screen, asked, {LAUNCH: launch}, has_begun)
