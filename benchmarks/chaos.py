@@ -142,6 +142,12 @@ def frozen_host(bed: Bed) -> None:
             os.kill(pid, signal.SIGSTOP)
 
 
+def unheard_host(bed: Bed) -> None:
+    """A host can speak and hears nobody."""
+    for number in EVERYBODY:
+        bed.hosts.lose_way(number, to={LAST})
+
+
 def late_spare(bed: Bed) -> float:
     """The spare was away at the start; it comes, and later another host goes: when."""
     bed.hosts.cable(SPARE, is_in=True)
@@ -229,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "partition, one way in",
-        lambda bed: [bed.hosts.lose_way(n, to={LAST}) for n in EVERYBODY],
+        unheard_host,
         "lost_host",
         PARTITION_S,
         "node3",
