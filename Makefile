@@ -4,6 +4,7 @@
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   NOW=1  KIND=life,saved  FOLLOW=1  MTBF=2.8h
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #   SPARES=1
 #
@@ -36,6 +37,10 @@ NAME ?=
 DOC ?=
 TEXT ?=
 EVERY ?=
+NOW ?=
+KIND ?=
+FOLLOW ?=
+MTBF ?=
 A ?=
 B ?=
 TESTS ?= tests
@@ -48,7 +53,7 @@ CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
 	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
@@ -77,7 +82,7 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix chaos python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
@@ -109,6 +114,18 @@ recipes: $(READY) ## the recipes, with size and layout
 
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$$FIND")
+
+status: $(READY) ## what RUN is doing now; how it ended, and the next command
+	@exec "$(PYTHON)" -m runtime.status "$$RUN"
+
+events: $(READY) ## what happened in RUN, newest last (KIND=life,saved FOLLOW=1)
+	@exec "$(PYTHON)" -m runtime.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
+
+stop: $(READY) ## ask RUN to save and end after its step, and wait (NOW=1: without a save)
+	@exec "$(PYTHON)" -m runtime.stop "$$RUN" $(if $(NOW),--now)
+
+goodput: $(READY) ## where every second of RUN went; the best checkpoint.interval (MTBF=2.8h)
+	@exec "$(PYTHON)" -m runtime.goodput "$$RUN" "--mtbf=$$MTBF"
 
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"

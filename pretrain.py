@@ -11,7 +11,8 @@ and its learning rate are functions of N alone. The loss of step N is read after
 launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
 whatever layout it is started with.
 
-Exit status: 0 finished; 93 refused, or stopped for good: trying again would not help.
+Exit status: 0 finished, or stopped on request; 75 preempted, saved; 93 refused, or stopped for
+good: trying again would not help; 130 Ctrl-C, saved (runtime.requests).
 """
 
 from __future__ import annotations
@@ -43,36 +44,36 @@ from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
+from runtime.heartbeat import HEART
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
+from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
-INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
         run = prepare(arguments)
-        if run is not None:
-            train(run)
+        return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except AskedEarly as asked:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        return INTERRUPTED
+        return asked.ending.status
     finally:
+        HEART.beat("end")
         process.finish()
-    return FINISHED
 
 
 @dataclass
@@ -136,6 +137,8 @@ def prepare(arguments: list[str]) -> Run | None:
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
     lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    if me.is_first:
+        HEART.show_in(folder)
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
     saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
@@ -172,6 +175,7 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
 
 def restore(run: Run) -> None:
     """Fill the engine from the newest whole checkpoint; a collective."""
+    HEART.beat("load")
     try:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
@@ -189,19 +193,19 @@ def restore(run: Run) -> None:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
 
 
-def train(run: Run) -> None:
-    """The loop, and the cause on record where it does not reach its end."""
+def train(run: Run) -> int:
+    """The loop, and the cause on record where it does not reach its end; the exit status."""
     record = open_record(run) if run.process.is_first else None
     try:
-        loop(run, record)
+        return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
         raise
 
 
-def loop(run: Run, record: Record | None) -> None:
-    """One turn per step."""
+def loop(run: Run, record: Record | None) -> int:
+    """One turn per step; returns the exit status."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
@@ -213,7 +217,8 @@ def loop(run: Run, record: Record | None) -> None:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -223,9 +228,12 @@ def loop(run: Run, record: Record | None) -> None:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
+            HEART.beat("step", step)
+            REQUESTS.send()
             with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
+            HEART.beat("step", parts=len(micro_batches))
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
             if run.counter:
@@ -241,7 +249,7 @@ def loop(run: Run, record: Record | None) -> None:
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
-                        to_device(batch, me.device) for batch in run.held_out
+                        to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
@@ -259,8 +267,9 @@ def loop(run: Run, record: Record | None) -> None:
                 if data.quarantined:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            is_saved = run.saver.is_due(step)
-            if is_stuck or is_saved or step == last_step:
+            ending = REQUESTS.answer() if step < last_step else None
+            is_saved = run.saver.is_due(step, ending is not None and ending.saves)
+            if is_stuck or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -276,11 +285,19 @@ def loop(run: Run, record: Record | None) -> None:
                     report = run.saver.save(step, health)
                 if record:
                     record.saved(report)
+            if ending:
+                break
+    HEART.beat("end")
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished", peak_memory_gib=peaks)
+        cause = ending.cause if ending else "finished"
+        record.close(cause, step=step, is_saved=is_saved and report.ok, peak_memory_gib=peaks)
+        REQUESTS.done()
+    if ending:
+        return ending.status
     if is_saved and not report.ok:
         raise Shared(f"the last step was not saved: {report.problem}")
+    return FINISHED
 
 
 def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:
@@ -357,4 +374,6 @@ def banner(run: Run) -> list[str]:
 
 
 if __name__ == "__main__":
+    HEART.begin()
+    REQUESTS.listen()
     process.leave(main(sys.argv[1:]))

@@ -40,6 +40,7 @@ FREE = (
     "log",
     "ds",
     "checkpoint",
+    "watch",
     "restart",
     "eval_every",
     "eval_tokens",

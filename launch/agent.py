@@ -32,7 +32,7 @@ from typing import Any
 from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
-from recipes.schema import UserError
+from recipes.schema import UserError, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
 # The launcher says something every other second (launch.cluster), and so does an agent with ranks.
@@ -166,8 +166,9 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         show,
         ended,
         RunLogs(ROOT / folder if folder else None),
+        limits=Watch(**order["limits"]) if order.get("limits") else None,
     )
-    lifeline.on_stop, lifeline.on_kill = ranks.stop, lambda: (ranks.stop(), ranks.stop())
+    lifeline.on_stop, lifeline.on_kill = ranks.stop, ranks.kill
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: ranks.stop(number))
     if lifeline.has_pulse:

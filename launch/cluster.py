@@ -81,6 +81,7 @@ class Work:
 
     def __init__(self, ways: Sequence[Carrier], order: Message, cluster: Cluster):
         self._hosts = cluster.hosts
+        self._grace_s = (order.get("limits") or {}).get("grace_s", GRACE_S)
         self._queue: queue.Queue[Message] = queue.Queue()
         self._open = set(range(len(self._hosts)))  # hosts that have not said their last word
         self._processes: list[tuple[Carrier, subprocess.Popen]] = []
@@ -111,7 +112,7 @@ class Work:
             except queue.Empty:
                 message = None
                 overdue = self._stopped_at is not None and (
-                    time.monotonic() - self._stopped_at > GRACE_S + CLOSING_S
+                    time.monotonic() - self._stopped_at > self._grace_s + CLOSING_S
                 )
                 if overdue:
                     self.kill()

@@ -46,6 +46,7 @@ from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
+from runtime.requests import REQUESTS, AskedEarly, forget
 from runtime.resuming import standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
@@ -76,6 +77,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    except AskedEarly as early:  # a signal while it checks, or builds a corpus
+        print("interrupted before the start; nothing is lost", file=sys.stderr)
+        return early.ending.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -103,8 +107,11 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
 
     def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
         command = command_of(goes_on(words) if has_begun else words)
-        return start.live_here(command[1:], ranks, ROOT, folder, port, screen, asked, variables)
+        return start.live_here(
+            command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
+        )
 
+    forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
     with start.signals() as asked:
         return supervise(
@@ -157,6 +164,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     )
     job = os.environ.get("SLURM_JOB_ID", "") if place.cluster.via == "srun" else ""
     book = Book(ROOT / "runs" / recipe.run, job)
+    forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
     with start.signals() as asked:
         fleet = Fleet(
@@ -183,6 +191,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
                 environment | variables,
                 f"runs/{recipe.run}",
                 recipe.cluster.lost_s,
+                recipe.watch,
             )
             return start.live_across(fleet.cluster, order, screen, asked)
 
@@ -249,4 +258,5 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
 
 
 if __name__ == "__main__":
+    REQUESTS.listen()
     sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from launch import agent, network
 from launch.cluster import Cluster
 from launch.outcome import End, first_failure
 from launch.preflight import Plan
-from launch.ranks import OTHERS_S, Ranks, RunLogs
+from launch.ranks import AGAIN_S, OTHERS_S, Ranks, RunLogs
 from launch.screen import Screen
+from recipes.schema import Watch
 
 # SIGUSR1 is SLURM's warning before its time limit: ranks save and ask to be put back in the queue.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -33,12 +34,17 @@ LOST_S = 60.0  # a host that is silent for so long is lost
 
 
 def here(
-    words: Sequence[str], ranks: int, root: Path, run_folder: Path | None, port: int | None
+    words: Sequence[str],
+    ranks: int,
+    root: Path,
+    run_folder: Path | None,
+    port: int | None,
+    limits: Watch | None = None,
 ) -> int:
     """Run `python WORDS` on `ranks` ranks of this machine, once; returns the exit status."""
     screen = Screen(ranks)
     with signals() as asked:
-        lived = live_here(words, ranks, root, run_folder, port, screen, asked)
+        lived = live_here(words, ranks, root, run_folder, port, screen, asked, limits=limits)
     return screen.finish(lived.ends, asked.first)
 
 
@@ -51,6 +57,7 @@ def live_here(
     screen: Screen,
     asked: Asked,
     variables: Mapping[str, str] = {},
+    limits: Watch | None = None,
 ) -> Lived:
     """One life of `ranks` ranks of this machine, which also get `variables`."""
     environments = agent.environments(
@@ -68,8 +75,8 @@ def live_here(
     began, began_unix_s = time.monotonic(), time.time()
     command = [sys.executable, *words]
     logs = RunLogs(run_folder)
-    group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True)
-    asked.then(group.stop, suspend=group.suspend)
+    group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True, limits=limits)
+    asked.then(group.stop, group.kill, group.suspend)
     try:
         ends = group.wait()
     finally:
@@ -85,10 +92,11 @@ def across(
     environment: Mapping[str, str],
     run_folder: str | None,
     screen: Screen | None = None,
+    limits: Watch | None = None,
 ) -> int:
     """Run `python WORDS` on `per_host` ranks of every host, once; returns the exit status."""
     screen = screen or Screen(per_host * len(plan.hosts))
-    order = order_of(plan, words, per_host, environment, run_folder)
+    order = order_of(plan, words, per_host, environment, run_folder, limits=limits)
     with signals() as asked:
         lived = live_across(cluster, order, screen, asked)
     return screen.finish(lived.ends, asked.first)
@@ -101,6 +109,7 @@ def order_of(
     environment: Mapping[str, str],
     run_folder: str | None,
     lost_s: float = LOST_S,
+    limits: Watch | None = None,
 ) -> dict[str, Any]:
     """What the agents of all hosts are told."""
     return {
@@ -113,6 +122,7 @@ def order_of(
         "run_folder": run_folder,
         "shown": [0],
         "lost_s": lost_s,
+        "limits": limits and asdict(limits),
     }
 
 
@@ -148,7 +158,8 @@ def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, aske
 
 @dataclass(frozen=True)
 class Lived:
-    """One life of all ranks. `detect_s` = from the first failure to the end of all."""
+    """One life of all ranks. `detect_s` = from the first failure, or from the last sign of life of
+    a rank that hung, to the end of all."""
 
     ends: list[End]
     began_unix_s: float
@@ -160,14 +171,15 @@ class Lived:
         """A life that has just ended; `began` on the monotonic clock."""
         lasted_s = time.monotonic() - began
         first = first_failure(ends)
-        detect_s = max(0.0, lasted_s - first.after_s) if first else 0.0
+        detect_s = max(0.0, lasted_s - first.after_s) + first.silent_s if first else 0.0
         return cls(ends, began_unix_s, began_unix_s + lasted_s, detect_s)
 
 
 def end_of(message: dict, host: str, per_host: int, after_s: float) -> End:
     """The end of a rank; a host that was lost, or could not start, ends as its first rank."""
     if message["say"] == "end":
-        fields = message["end"] | {"last": tuple(message["end"]["last"])}
+        fields = message["end"]
+        fields |= {name: tuple(fields[name]) for name in ("last", "stack")}
         return replace(End(**fields), host=host, after_s=after_s)
     why = message.get("problems") or [message["why"]]
     return End(
@@ -181,10 +193,15 @@ def end_of(message: dict, host: str, per_host: int, after_s: float) -> End:
 
 
 class Asked:
-    """Signals that came. `first` is the one that asked for the end."""
+    """Signals that came. `first` is the one that asked for the end.
+
+    One that no person repeats may come twice for one request: to the whole process group, and
+    passed on by make. Only Ctrl-C asks again at once.
+    """
 
     def __init__(self):
         self.first: int | None = None
+        self._first_at = 0.0
         self._stop: Callable[[int], None] = lambda number: None
         self._again: Callable[[], None] | None = None
         self._suspend: Callable[[bool], None] | None = None
@@ -224,8 +241,12 @@ class Asked:
 
     def __call__(self, number: int, frame) -> None:
         if self.first is None:
-            self.first = number
+            self.first, self._first_at = number, time.monotonic()
             self._stop(number)
+            if number == signal.SIGINT and sys.stderr.isatty():
+                os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
+        elif number != signal.SIGINT and time.monotonic() - self._first_at < AGAIN_S:
+            return
         elif self._again:
             self._again()
         else:

@@ -21,7 +21,7 @@ from launch.budget import Budget, Life
 from launch.outcome import cause_of, first_failure
 from launch.screen import Screen
 from launch.start import Asked, Lived
-from recipes.exits import DO_NOT_RETRY
+from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
 from recipes.schema import UserError
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
@@ -42,6 +42,9 @@ class Book(Protocol):
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
         """Write the line of a life; the line, or None where nothing had begun."""
+
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; the request is then carried out."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +72,21 @@ def supervise(
     lived: Lived | None = None
     has_begun = book.has_begun()
     while True:
-        over_at = time.monotonic()
         try:
             asked.then_interrupt()
             start = mend(life, lived)
             asked.then_nothing()
         except KeyboardInterrupt:
-            return 128 + (asked.first or signal.SIGINT)
+            return asked_status(asked.first or signal.SIGINT)
         except UserError as error:
             if life is None:
                 raise
             return give_up("; ".join(error.problems), bundle)
         launch = book.new_launch()
         screen = Screen(start.num_ranks)
-        restart_s = time.monotonic() - over_at if life else 0.0
-        lived = start.live(screen, asked, {LAUNCH: launch}, has_begun)
+        before, lived = lived, start.live(screen, asked, {LAUNCH: launch}, has_begun)
         status = screen.finish(lived.ends, asked.first)
-        life, line = written_down(book, lived, status, asked, launch, has_begun, restart_s)
+        life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun
         verdict = budget.judge(life)
         if verdict.is_final:
@@ -97,7 +98,10 @@ def supervise(
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
         if not pause(verdict.wait_s, asked):
-            return 128 + asked.first
+            return asked_status(asked.first)
+        if book.stop_is_asked():
+            say("it was asked to stop: not started again")
+            return FINISHED
 
 
 def written_down(
@@ -107,7 +111,7 @@ def written_down(
     asked: Asked,
     launch: str,
     is_ours: bool,
-    restart_s: float,
+    before: Lived | None,
 ) -> tuple[Life, dict[str, Any] | None]:
     """Put a life on record; what the budget must know of it, and its line."""
     first = first_failure(lived.ends)
@@ -117,17 +121,25 @@ def written_down(
         "rank": first.rank if first and not first.is_lost else None,
         "host": first.host or None if first else None,
     }
+    seen = {"phase": first.phase, "why": first.hung} if first else {}
     line = book.close(
         launch,
         is_ours,
         **how,
+        **seen,
         began_unix_s=lived.began_unix_s,
         ended_unix_s=lived.ended_unix_s,
         detect_s=lived.detect_s,
-        restart_s=restart_s,
+        restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
     )
     has_begun = line is not None and line["from_step"] is not None
     return Life(place=book.place(), has_begun=has_begun, **how), line
+
+
+def asked_status(number: int) -> int:
+    """The status of an end that a signal asks for while no rank lives: all that there is is saved,
+    so whoever preempts puts the run back in the queue."""
+    return 128 + number if number == signal.SIGINT else REQUEUE
 
 
 def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from recipes.schema import UserError
 from runtime import lives
 from runtime.records import EVENTS, read_events, record_event
+from runtime.requests import forget, read_request
 
 
 class Book:
@@ -44,6 +45,16 @@ class Book:
         except (OSError, UserError) as error:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
             return None
+
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; takes the request away."""
+        if read_request(self.folder) is None:
+            return False
+        with contextlib.suppress(OSError, UserError):
+            life = max(1, lives.next_number(self.folder) - 1)
+            record_event(self.folder, "stopped", life=life, reason="asked between two lives")
+        forget(self.folder)
+        return True
 
     def name(self) -> str:
         """A name for what belongs to the newest life."""

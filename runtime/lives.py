@@ -57,6 +57,8 @@ class Ended:
     detect_s: float = 0.0  # from the first failure to the end of all ranks
     rank: int | None = None
     host: str | None = None
+    phase: str | None = None  # of that rank, when it was last heard
+    why: str | None = None  # it hung
 
 
 def mark(folder: Path) -> Mark:
@@ -151,7 +153,8 @@ def complete(folder: Path) -> None:
         own = [event for event in events if event["life"] == began["life"]]
         endings = [ENDINGS[event["kind"]] for event in own if event["kind"] in ENDINGS]
         last = max([unix_s(own[-1]), _modified(folder, began["life"])])
-        ended = Ended(endings[-1] if endings else "killed", None, unix_s(began), last)
+        first_s = min(began.get("started_unix_s", last), unix_s(began))
+        ended = Ended(endings[-1] if endings else "killed", None, first_s, last)
         fields = vars(ended) | steps_of(folder, began, own)
         del fields["restart_s"], fields["detect_s"]
         fields["seconds"] = seconds_of(ended, began, own)

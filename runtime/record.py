@@ -26,6 +26,7 @@ from runtime.console import Console, summary_text
 from runtime.engine import StepResult
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
+from runtime.requests import AskedEarly
 from runtime.settle import Settled
 from runtime.speed import peak_flops
 
@@ -167,6 +168,8 @@ class Record:
         if self.is_closed:
             return
         cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        if isinstance(error, AskedEarly):
+            cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.writer.event(cause, reason=str(error) or type(error).__name__)
             self.writer.close()
@@ -180,3 +183,8 @@ class Record:
         self.ledger.close()
         self.console.close()
         self.console.say(summary_text(summary))
+        if cause != "finished" and "is_saved" in facts:
+            saved = "saved" if facts["is_saved"] else "not saved"
+            self.console.say(
+                f"{cause} after step {facts['step']}, {saved}; the same command goes on"
+            )

@@ -39,9 +39,11 @@ class Saver:
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
 
-    def is_due(self, step: int) -> bool:
-        """Whether a save follows update `step`."""
-        return due(step, self.wanted.interval, self.last_step)
+    def is_due(self, step: int, is_asked: bool = False) -> bool:
+        """Whether a save follows update `step`; `is_asked` = the run ends early after it. A trial
+        that saves nothing (no interval, `at_end` false) does not save then either."""
+        keeps = self.wanted.at_end or self.wanted.interval > 0
+        return due(step, self.wanted.interval, self.last_step) or (is_asked and keeps)
 
     def save(self, step: int, health: dict[str, int]) -> SaveReport:
         """Save the state after update `step`; a collective."""
