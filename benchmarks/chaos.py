@@ -240,6 +240,14 @@ FAULTS = (
         PARTITION_S,
         "node3",
     ),
+    Fault(
+        "rank stands still (SIGSTOP)",
+        lambda bed: os.kill(bed.rank_process(1), signal.SIGSTOP),
+        "hung",
+        HANG_S,
+        "node3",
+        words=("watch.step_s=10",),
+    ),
     Fault("host stands still (SIGSTOP)", frozen_host, "lost_host", HANG_S, "node3"),
     Fault(
         "late spare, then host lost",
