@@ -57,13 +57,8 @@ EVERYBODY = {1, 2, 3, 4}
 class Bed:
     """The hosts, a clone of the project, and one run on them."""
 
-    def __init__(self, folder: Path, hosts: namespaces.Hosts):
-        self.hosts = hosts
-        self.clone = make_clone(folder / "clone")
-        corpora = ROOT / "corpora" / "synthetic"
-        if corpora.is_dir():
-            shutil.copytree(corpora, self.clone / "corpora" / "synthetic")
-        self.ssh = f"ssh -F {hosts.serve_ssh()}"
+    def __init__(self, clone: Path, hosts: namespaces.Hosts, ssh: str, run: Sequence[str]):
+        self.clone, self.hosts, self.ssh, self.common = clone, hosts, ssh, run
         (self.clone / "hosts").write_text("".join(f"node{n} slots=1\n" for n in sorted(HOSTS)))
         self.run, self.words = Path(), []
         self.launcher: subprocess.Popen | None = None
@@ -71,7 +66,7 @@ class Bed:
     def command(self, *words: str) -> list[str]:
         """The launcher's, on node1."""
         place = ["--hostfile", "hosts", "--ssh", self.ssh, "--spares", "1"]
-        python = [sys.executable, "-m", "launch.local", *place, "--", *RUN, *words]
+        python = [sys.executable, "-m", "launch.local", *place, "--", *self.common, *words]
         return self.hosts.command(LAUNCHER, *python)
 
     def start(self, name: str, *words: str) -> None:
@@ -344,8 +339,12 @@ def bed():
     """Hosts and a clone for the time of a test."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
+        clone = make_clone(folder / "clone")
+        corpus = ROOT / "corpora" / "synthetic"
+        if corpus.is_dir():
+            shutil.copytree(corpus, clone / "corpora" / "synthetic")
         with namespaces.hosts(folder, len(EVERYBODY), net=(os.getpid() + 50) % 200) as hosts:
-            made = Bed(folder, hosts)
+            made = Bed(clone, hosts, f"ssh -F {hosts.serve_ssh()}", RUN)
             try:
                 yield made
             finally:
