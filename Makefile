@@ -6,6 +6,7 @@
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
 #   NOW=1  KIND=life,saved  FOLLOW=1  MTBF=2.8h
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
+#   SPARES=1
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -18,6 +19,7 @@ EXCLUDE ?=
 VIA ?=
 SSH ?=
 PASS ?=
+SPARES ?=
 OVERRIDES ?=
 WORLD ?=
 RANK ?= 0
@@ -52,7 +54,7 @@ CORPUS ?= corpora/sotu
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
-	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -70,7 +72,7 @@ export PYTHONPATH := $(CURDIR)
 $(foreach name,$(filter $(KNOWN),$(GIVEN)),$(eval override $(name) := $$(value $(name))))
 export $(filter-out PYTHON TESTS RANK,$(KNOWN))
 PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
-	"--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
+	"--ssh=$$SSH" "--pass=$$PASS" "--spares=$$SPARES" "--nproc=$$NPROC"
 WORDS = "--overrides=$$OVERRIDES" --
 
 ifdef PYTHON
@@ -81,7 +83,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
-	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+	matrix chaos python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -92,7 +94,7 @@ help: ## this list
 python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
-pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)
 	@exec "$(PYTHON)" -m launch.local $(PLACE) $(WORDS) "recipe=$$RECIPE"
 
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
@@ -188,3 +190,6 @@ bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Train
 
 matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
 	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")
+
+chaos: $(READY) ## faults of hosts, ranks and networks on three hosts, as root: a table (FIND=words)
+	@exec "$(PYTHON)" -m benchmarks.chaos $(if $(FIND),--find "$$FIND")

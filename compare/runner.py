@@ -138,7 +138,7 @@ def log_of(folder: Path, turn: Turn) -> Path:
 
 def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
     """Start a run, wait for its end, return its exit status; `moved(steps)` while it goes on."""
-    command = [*entry(plan.ranks, "--with-parent"), *plan.words(turn)]
+    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.words(turn)]
     with open(log_of(folder, turn), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()

@@ -31,9 +31,8 @@ BLAMED = ("lost_host", "hung", "killed", "unfit")
 
 @dataclass
 class Fleet:
-    """Hosts of one run. `note(host, state, **facts)` puts a change on record, `pause(s)` waits and
-    is False where a signal asks for the end; `resize(hosts)` raises UserError where the run cannot
-    do with so many."""
+    """Hosts of one run. `note(host, state, **facts)` puts a change on record; `resize(hosts)`
+    raises UserError where the run cannot do with so many."""
 
     cluster: Cluster  # those that train, in order of their ranks
     spares: list[Host]
@@ -44,15 +43,13 @@ class Fleet:
     note: Callable[..., None]
     resize: Callable[[int], None]
     say: Callable[[str], None]
-    pause: Callable[[float], bool]
+    pause: Callable[[float], None] = time.sleep
     plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def mend(self, life: Life | None, lost: Iterable[str] = ()) -> Plan | None:
-        """The plan of the next life, after `life`, in which the hosts `lost` went away.
-
-        None where a signal asked for the end meanwhile. Raises UserError where there is no way.
-        """
+    def mend(self, life: Life | None, lost: Iterable[str] = ()) -> Plan:
+        """The plan of the next life, after `life`, in which the hosts `lost` went away. Raises
+        UserError where there is no way."""
         lost = set(lost)
         for host in [host for host in self.cluster.hosts if host.name in lost]:
             self._replace(host, "lost", lost)
@@ -61,8 +58,10 @@ class Fleet:
                 why = f"barred: it failed {times} times within a day (INCLUDE names it to use it)"
                 if not self._replace(self._named(host), why, lost):
                     self.say(f"{host} failed {times} times within a day and no spare is left")
-        if life is not None and (lost or life.cause == "hung"):
+        if lost or (life is not None and life.cause == "hung"):
             self.plan = None
+            again = lost or set(self.facts)  # a hang does not say whose fault it was
+            self.facts = {host: f for host, f in self.facts.items() if host not in again}
         return self.plan or self._fit(is_first=life is None, unfit=lost)
 
     def barred(self) -> dict[str, int]:
@@ -73,7 +72,7 @@ class Fleet:
                 counts[host] = counts.get(host, 0) + 1
         return {host: n for host, n in counts.items() if n >= self.rules.host_failures}
 
-    def _fit(self, is_first: bool, unfit: set[str]) -> Plan | None:
+    def _fit(self, is_first: bool, unfit: set[str]) -> Plan:
         """Look at the hosts that train, and let spares take the places of those that are not fit.
 
         `unfit` are hosts that have been found so already.
@@ -81,7 +80,9 @@ class Fleet:
         until = time.monotonic() + self.rules.wait_s
         while True:
             try:
-                self.plan, self.facts = preflight(self.cluster, self.inspection, self.say)
+                self.plan, self.facts = preflight(
+                    self.cluster, self.inspection, self.say, self.facts
+                )
                 return self.plan
             except UserError as error:
                 wrong = blamed(error.problems, self.cluster.hosts)
@@ -98,8 +99,8 @@ class Fleet:
                     f"{names([host.name for host in wrong])}: not fit, and no spare is left; trying"
                     f" again for {max(0.0, until - time.monotonic()):.0f} s (restart.wait_s)"
                 )
-            if not self.pause(AGAIN_S):
-                return None
+            self.pause(AGAIN_S)
+            self.facts = {}
             unfit.clear()  # spares may have come back as well
 
     def _replace(self, host: Host, why: str, unfit: set[str]) -> bool:

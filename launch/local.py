@@ -12,7 +12,6 @@ run's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import functools
 import os
@@ -39,16 +38,15 @@ from launch.screen import Screen
 from launch.slurm import requeued
 from launch.spares import SpareWatch
 from launch.start import Asked, Lived
-from launch.supervise import Start, pause, supervise
+from launch.supervise import Start, supervise
 from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
-from runtime import lives
+from runtime.book import Book
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
-from runtime.records import EVENTS, read_events, record_event
-from runtime.requests import REQUESTS, AskedEarly, forget, read_request
+from runtime.requests import REQUESTS, AskedEarly, forget
 from runtime.resuming import standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
@@ -105,6 +103,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     folder = ROOT / "runs" / recipe.run
+    book = Book(folder)
 
     def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
         command = command_of(goes_on(words) if has_begun else words)
@@ -117,10 +116,10 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     with start.signals() as asked:
         return supervise(
             lambda life, lived: Start(ranks, live),
-            Book(folder),
-            Budget(0 if once else recipe.restart.lives, Book(folder).place()),
+            book,
+            Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
-            lambda why: bundle.pack(folder, Book(folder).name(), why, facts(), os.environ),
+            lambda why: bundle.pack(folder, book.name(), why, facts(), os.environ),
         )
 
 
@@ -132,6 +131,12 @@ def command_of(words: list[str]) -> list[str]:
 def goes_on(words: list[str]) -> list[str]:
     """The words of a later life: what `resume=fresh` set aside is not to be set aside again."""
     return [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+
+
+def before(recipe: Recipe, book: Book) -> tuple[int, int, int]:
+    """How far the run has come before the first life of this launch."""
+    is_anew = recipe.resume == "fresh" and not book.has_begun()
+    return (0, 0, 0) if is_anew else book.place()
 
 
 def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -157,7 +162,8 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
         folders=[source.corpus for source in recipe.data.sources.values()],
         port=wanted_port(os.environ),
     )
-    book = Book(ROOT / "runs" / recipe.run)
+    job = os.environ.get("SLURM_JOB_ID", "") if place.cluster.via == "srun" else ""
+    book = Book(ROOT / "runs" / recipe.run, job)
     forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
     with start.signals() as asked:
@@ -171,13 +177,10 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
             lambda hosts: check(words, per_host * hosts, is_running=True),
             say,
-            lambda seconds: pause(seconds, asked),
         )
 
-        def mend(life: Life | None, lived: Lived | None) -> Start | None:
-            lost = {end.host for end in lived.ends if end.is_lost} if lived else set()
-            if fleet.mend(life, lost) is None:
-                return None
+        def mend(life: Life | None, lived: Lived | None) -> Start:
+            fleet.mend(life, {end.host for end in lived.ends if end.is_lost} if lived else set())
             return Start(per_host * len(fleet.cluster.hosts), live)
 
         def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
@@ -197,7 +200,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
 
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
-        budget = Budget(rules.lives, book.place(), busy_s=2 * recipe.cluster.lost_s)
+        budget = Budget(rules.lives, before(recipe, book), busy_s=2 * recipe.cluster.lost_s)
         watch = SpareWatch(
             lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, say,
             book.note,
@@ -209,56 +212,6 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
 def say(line: str) -> None:
     """A line of the launcher's own."""
     print(line, flush=True)
-
-
-class Book:
-    """The record of a run, for the supervisor: what is read and written between its lives."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def place(self) -> tuple[int, int, int]:
-        """(segment, newest step, newest saved step)."""
-        mark = lives.mark(self.folder)
-        return mark.segment, mark.step, mark.saved_step
-
-    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of a life. A record that cannot be written costs the line, not the run."""
-        try:
-            return lives.close(self.folder, launch, lives.Ended(**how), is_ours)
-        except (OSError, UserError) as error:
-            print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
-            return None
-
-    def stop_is_asked(self) -> bool:
-        """Whether `make stop` asked for the end; takes the request away."""
-        if read_request(self.folder) is None:
-            return False
-        with contextlib.suppress(OSError, UserError):
-            life = max(1, lives.next_number(self.folder) - 1)
-            record_event(self.folder, "stopped", life=life, reason="asked between two lives")
-        forget(self.folder)
-        return True
-
-    def name(self) -> str:
-        """A name for what belongs to the newest life."""
-        return f"life-{lives.next_number(self.folder) - 1}"
-
-    def note(self, host: str, state: str, **facts: Any) -> None:
-        """Put on record what became of a host, where there is a record already."""
-        if (self.folder / EVENTS).is_file():
-            with contextlib.suppress(OSError, UserError):
-                life = max(1, lives.next_number(self.folder) - 1)
-                record_event(self.folder, "host", life=life, host=host, state=state, **facts)
-
-    def failures(self) -> list[tuple[str, str, float]]:
-        """(host, cause, when) of all lives, and of hosts that were found unfit."""
-        events = read_events(self.folder) if self.folder.is_dir() else []
-        return [
-            (event["host"], event["cause"], lives.unix_s(event))
-            for event in events
-            if event.get("host") and event.get("cause")
-        ]
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,24 @@ class Inspection:
 
 
 def preflight(
-    cluster: Cluster, inspection: Inspection, say: Callable[[str], None]
+    cluster: Cluster,
+    inspection: Inspection,
+    say: Callable[[str], None],
+    known: Mapping[str, dict] = {},
 ) -> tuple[Plan, dict[str, dict]]:
-    """The plan, and the facts by host. Raises UserError with every problem of every host."""
-    facts, skews_s = gather(cluster, inspection)
+    """The plan, and the facts by host. Raises UserError with every problem of every host.
+
+    Hosts that are `known`, with their facts, are not asked again.
+    """
+    news = [host for host in cluster.hosts if host.name not in known]
+    asked, skews_s = gather(replace(cluster, hosts=news), inspection) if news else ({}, {})
+    facts = {host.name: (known | asked)[host.name] for host in cluster.hosts}
     found: Findings = judge(facts, skews_s, inspection.need)
     if inspection.is_full:
         found.warnings += compilers(facts)
     for warning in found.warnings:
         say(f"warning: {warning}")
-    for host, f in facts.items():
+    for host, f in asked.items():
         for note in f.get("locks", []):
             say(f"{host}: {note}")
     if found.problems:

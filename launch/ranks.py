@@ -189,6 +189,12 @@ class Ranks:
         elif now - self._asked_at > AGAIN_S:
             self._hurry = True
 
+    def suspend(self, is_still: bool) -> None:
+        """Let all ranks stand still, or go on. From a signal handler."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGSTOP if is_still else signal.SIGCONT)
+
     def kill(self) -> None:
         """End every rank at once."""
         self._asked = self._asked or signal.SIGTERM

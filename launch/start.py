@@ -76,7 +76,7 @@ def live_here(
     command = [sys.executable, *words]
     logs = RunLogs(run_folder)
     group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True, limits=limits)
-    asked.then(group.stop, group.kill)
+    asked.then(group.stop, group.kill, group.suspend)
     try:
         ends = group.wait()
     finally:
@@ -204,16 +204,40 @@ class Asked:
         self._first_at = 0.0
         self._stop: Callable[[int], None] = lambda number: None
         self._again: Callable[[], None] | None = None
+        self._suspend: Callable[[bool], None] | None = None
 
-    def then(self, stop: Callable[[int], None], again: Callable[[], None] | None = None) -> None:
+    def then(
+        self,
+        stop: Callable[[int], None],
+        again: Callable[[], None] | None = None,
+        suspend: Callable[[bool], None] | None = None,
+    ) -> None:
         """What to do; also now, where a signal came before there was anything to stop."""
-        self._stop, self._again = stop, again
+        self._stop, self._again, self._suspend = stop, again, suspend
         if self.first is not None:
             stop(self.first)
 
     def then_nothing(self) -> None:
         """Between two lives there is nothing to stop."""
-        self._stop, self._again = lambda number: None, None
+        self.then(lambda number: None)
+
+    def then_interrupt(self) -> None:
+        """What this process does by itself is broken off with KeyboardInterrupt."""
+
+        def interrupt(number: int) -> None:
+            raise KeyboardInterrupt
+
+        self.then(interrupt)
+
+    def suspended(self, number: int, frame) -> None:
+        """Ctrl-Z stands still with the ranks of this machine. Those of others would be taken for
+        lost, so there it is no use."""
+        if self._suspend is None:
+            print("Ctrl-Z is ignored: ranks elsewhere need this process", file=sys.stderr)
+            return
+        self._suspend(True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._suspend(False)  # somebody said fg or bg
 
     def __call__(self, number: int, frame) -> None:
         if self.first is None:
@@ -236,6 +260,8 @@ def signals() -> Iterator[Asked]:
     # What is ignored on purpose, as nohup does with SIGHUP, stays ignored.
     heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, asked) for number in heeded}
+    if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, asked.suspended)
     try:
         yield asked
     finally:

@@ -9,7 +9,7 @@ This process decides, and touches neither weights nor checkpoints. Units: second
 
 from __future__ import annotations
 
-import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from launch.budget import Budget, Life
 from launch.outcome import cause_of, first_failure
 from launch.screen import Screen
 from launch.start import Asked, Lived
-from recipes.exits import DO_NOT_RETRY, FINISHED
+from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
 from recipes.schema import UserError
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
@@ -30,6 +30,12 @@ LOOK_S = 0.2
 
 class Book(Protocol):
     """The record of the run, as far as it is used here."""
+
+    def new_launch(self) -> str:
+        """A name for the next start of all ranks."""
+
+    def has_begun(self) -> bool:
+        """Whether this very job was started before, and put back in the queue."""
 
     def place(self) -> tuple[int, int, int]:
         """(segment, newest step, newest saved step); zeros where there is nothing."""
@@ -50,7 +56,7 @@ class Start:
 
 
 def supervise(
-    mend: Callable[[Life | None, Lived | None], Start | None],
+    mend: Callable[[Life | None, Lived | None], Start],
     book: Book,
     budget: Budget,
     asked: Asked,
@@ -58,29 +64,29 @@ def supervise(
 ) -> int:
     """Live until there is an end; returns the exit status.
 
-    `mend(life, lived)` says how the next life starts, given the one before, or None where a signal
-    came meanwhile; it raises UserError where it cannot. `bundle(why)` keeps what a person needs
-    when the run is given up.
+    `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
+    where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
+    run is given up.
     """
     life: Life | None = None
     lived: Lived | None = None
-    has_begun = False
+    has_begun = book.has_begun()
     while True:
-        over_at = time.monotonic()
         try:
+            asked.then_interrupt()
             start = mend(life, lived)
+            asked.then_nothing()
+        except KeyboardInterrupt:
+            return asked_status(asked.first or signal.SIGINT)
         except UserError as error:
             if life is None:
                 raise
             return give_up("; ".join(error.problems), bundle)
-        if start is None or asked.first is not None:
-            return 128 + asked.first
-        launch = secrets.token_hex(8)
+        launch = book.new_launch()
         screen = Screen(start.num_ranks)
-        restart_s = time.monotonic() - over_at if life else 0.0
-        lived = start.live(screen, asked, {LAUNCH: launch}, has_begun)
+        before, lived = lived, start.live(screen, asked, {LAUNCH: launch}, has_begun)
         status = screen.finish(lived.ends, asked.first)
-        life, line = written_down(book, lived, status, asked, launch, has_begun, restart_s)
+        life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun
         verdict = budget.judge(life)
         if verdict.is_final:
@@ -92,7 +98,7 @@ def supervise(
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
         if not pause(verdict.wait_s, asked):
-            return 128 + asked.first
+            return asked_status(asked.first)
         if book.stop_is_asked():
             say("it was asked to stop: not started again")
             return FINISHED
@@ -105,7 +111,7 @@ def written_down(
     asked: Asked,
     launch: str,
     is_ours: bool,
-    restart_s: float,
+    before: Lived | None,
 ) -> tuple[Life, dict[str, Any] | None]:
     """Put a life on record; what the budget must know of it, and its line."""
     first = first_failure(lived.ends)
@@ -124,10 +130,16 @@ def written_down(
         began_unix_s=lived.began_unix_s,
         ended_unix_s=lived.ended_unix_s,
         detect_s=lived.detect_s,
-        restart_s=restart_s,
+        restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
     )
     has_begun = line is not None and line["from_step"] is not None
     return Life(place=book.place(), has_begun=has_begun, **how), line
+
+
+def asked_status(number: int) -> int:
+    """The status of an end that a signal asks for while no rank lives: all that there is is saved,
+    so whoever preempts puts the run back in the queue."""
+    return 128 + number if number == signal.SIGINT else REQUEUE
 
 
 def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
