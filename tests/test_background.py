@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import threading
 
-import pytest
 import torch
-from test_commit import load_on_all, steps, tensors
+from test_commit import tensors
 from test_storage import cut_flat
 from threads import run_threads
 
 from checkpoint.background import Background
-from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.state import random_states
 
