@@ -40,9 +40,9 @@ class Background:
         return None if self._writer is None else self._writer.step
 
     @property
-    def copy_s(self) -> float:
-        """Seconds of the last copy, without making the memory for it."""
-        return self._snapshot.copy_s
+    def made_s(self) -> float:
+        """Of the last stall: making the memory for the copy, which happens once."""
+        return self._snapshot.made_s
 
     @property
     def age_s(self) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 # Before any stall is known a save costs little beside what a failure so early would repeat.
 FIRST_STEPS = 10
 REMEMBERED = 9  # saves whose median counts: one that met a busy disk changes little
+STEADY = 0.1  # an interval stays while the formula gives one that differs by less than this share
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,10 @@ class Pace:
                 del known[:-REMEMBERED]
         step_times = [one.step_s for one in costs]
         if self.stalls_s and self.saves_s and None not in step_times:
-            stall_s, save_s = statistics.median(self.stalls_s), statistics.median(self.saves_s)
-            self.interval = young_steps(self.mtbf_s, stall_s, save_s, max(step_times))
+            stall_s, save_s = map(statistics.median_low, (self.stalls_s, self.saves_s))
+            wanted = young_steps(self.mtbf_s, stall_s, save_s, max(step_times))
+            if abs(wanted - before) > STEADY * before:
+                self.interval = wanted
         self.next = step + self.interval
         self._since, self._edges = None, 0
         return self.interval != before

@@ -25,7 +25,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.copy_s = 0.0  # of the last copy, without making the memory
+        self.made_s = 0.0  # of the last call: making the memory, which happens once
 
     def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
         """Copy what is written of `fragments`; returns when the live memory may change again.
@@ -36,15 +36,16 @@ class Snapshot:
         _, ordered = describe(fragments)
         sizes = [one.count * one.tensor.element_size() for one in ordered]
         on_cuda = any(one.tensor.is_cuda for one in ordered)
+        began = time.perf_counter()
         if sum(sizes) > len(self._memory):
             self._memory = host_memory(sum(sizes), on_cuda)
-        began, at = time.perf_counter(), 0
+        self.made_s = time.perf_counter() - began
+        at = 0
         for run in runs(one.tensor for one in ordered):
             self._memory[at : at + len(run)].copy_(run, non_blocking=True)
             at += len(run)
         if on_cuda:
             torch.cuda.current_stream().synchronize()
-        self.copy_s = time.perf_counter() - began
         copies, at = [], 0
         for one, size in zip(ordered, sizes, strict=True):
             tensor = self._memory[at : at + size].view(one.tensor.dtype)

@@ -123,7 +123,7 @@ class Saver:
         if behind is not None:
             waited_s = max(one.waited_s for one in edges)
             if waited_s:
-                text = f"the save of step {step} waited {waited_s:.1f} s for that of step {behind}"
+                text = f"the save of step {step} waited {waited_s:.2g} s for that of step {behind}"
                 facts = {"step": step, "behind": behind, "seconds": waited_s}
                 self.tell(Note("save_waited", text, facts))
             still = {rank: one.doing for rank, one in enumerate(edges) if one.doing}
@@ -135,6 +135,9 @@ class Saver:
         if self.pace and self.pace.decide(step, [one.cost for one in edges]):
             self._tell_interval(step)
         self._begin(step, health, began)
+        self._stall_s = time.perf_counter() - began - edge.waited_s
+        if self.background:
+            self._stall_s -= self.background.made_s
 
     def drain(self) -> str | None:
         """Wait for the save in flight, `checkpoint.stuck_s` at most; a collective. Why the newest
@@ -180,7 +183,7 @@ class Saver:
         text = (
             f"the save of step {step} has not ended after {age_s:.0f} s"
             f" (checkpoint.stuck_s={self.wanted.stuck_s}); rank {self.process.rank} is at: {doing}."
-            " Training goes on; saves that fall due meanwhile are left out"
+            " No other save begins until it ends"
         )
         self.tell(Note("save_stuck", text, {"step": step, "seconds": age_s, "doing": doing}))
         if not self.process.is_first and not doing.startswith("exchange"):
@@ -192,9 +195,10 @@ class Saver:
         if self.background and self.background.in_flight is not None:
             self._take(0.0)
             if self.background.in_flight is not None:
+                rest_s = self.wanted.stuck_s - self.background.age_s
                 began = time.perf_counter()
-                self._take(self.wanted.stuck_s - self.background.age_s)
-                waited_s = time.perf_counter() - began
+                self._take(rest_s)
+                waited_s = time.perf_counter() - began if rest_s > 0 else 0.0
                 self._alarm()
             doing = self.background.doing
         save_s = self._report.seconds if self._report else None
@@ -251,10 +255,8 @@ class Saver:
         if self.background:
             self.background.begin(*arguments, since=began, **options)
             self._in_flight, self._is_alarmed = step, False
-            self._stall_s = self.background.copy_s
         else:
             self._report = save(*arguments, self.ranks, **options)
-            self._stall_s = self._report.seconds
             self.tell(self._report)
 
 
@@ -262,5 +264,5 @@ def _doing(still: dict[int, str]) -> str:
     """Which ranks are where, for a person: first those that no other rank keeps waiting."""
     apart = {rank: doing for rank, doing in still.items() if not doing.startswith("exchange")}
     shown = list((apart or still).items())[:4]
-    more = f" and {len(still) - len(shown)} ranks that wait" if len(still) > len(shown) else ""
+    more = f", {len(still)} ranks in all" if len(still) > len(shown) else ""
     return ", ".join(f"rank {rank} ({doing})" for rank, doing in shown) + more
