@@ -25,6 +25,8 @@ from checkpoint.index import Fragment
 from checkpoint.snapshot import Snapshot
 from checkpoint.storage import Point, nothing
 
+WAITS = "waits for the other ranks"
+
 
 class Background:
     """Saves one run in a thread, one save at a time. `comm` is the thread's alone."""
@@ -51,8 +53,9 @@ class Background:
 
     @property
     def doing(self) -> str | None:
-        """What the thread does at this moment, such as `write data`; None: no save in flight."""
-        return self._writer.doing if self._writer and self._writer.is_alive() else None
+        """What the thread does at this moment, such as `write data`, or WAITS; None: no save in
+        flight."""
+        return self._writer.watched.doing if self._writer and self._writer.is_alive() else None
 
     def begin(
         self,
@@ -81,12 +84,11 @@ class Background:
         state, local = copy.deepcopy((state, local))
         point("start writer", self.comm.rank)
 
-        def action(noted: Point) -> SaveReport:
-            return save(
-                run_folder, step, copies, state, self.comm, local=local, point=noted, **options
-            )
+        def action(watched: Watched) -> SaveReport:
+            options["point"] = watched.point
+            return save(run_folder, step, copies, state, watched, local=local, **options)
 
-        self._writer = _Writer(step, action, point, began)
+        self._writer = _Writer(step, action, Watched(self.comm, point), began)
         self._writer.start()
 
     def take(self, wait_s: float = 0.0) -> SaveReport | None:
@@ -107,27 +109,44 @@ class Background:
         return writer.report
 
 
+class Watched:
+    """A writer's ranks and its moments, and what it does now."""
+
+    def __init__(self, comm: Comm, point: Point):
+        self.comm, self._point = comm, point
+        self.rank, self.world = comm.rank, comm.world
+        self.doing = "start"
+
+    def point(self, name: str, rank: int) -> None:
+        """A moment of the save."""
+        self.doing = name
+        self._point(name, rank)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """As of `Comm`."""
+        self.doing = WAITS
+        values = self.comm.exchange(value, what)
+        self.doing = f"after {what}"
+        return values
+
+
 class _Writer(threading.Thread):
     """One save. A daemon: a write that never returns does not keep the process alive."""
 
     def __init__(
-        self, step: int, action: Callable[[Point], SaveReport], point: Point, began: float
+        self, step: int, action: Callable[[Watched], SaveReport], watched: Watched, began: float
     ):
         super().__init__(name=f"save of step {step}", daemon=True)
         self.step, self.began, self.stall_s = step, began, time.perf_counter() - began
-        self.doing = "start"
+        self.watched = watched
         self.report: SaveReport | None = None
         self.error: BaseException | None = None
-        self._action: Callable[[Point], SaveReport] | None = action
-        self._point = point
+        self._action: Callable[[Watched], SaveReport] | None = action
 
     def run(self) -> None:
-        def noted(name: str, rank: int) -> None:
-            self.doing = name
-            self._point(name, rank)
-
+        """Save, and keep the report or what was raised."""
         try:
-            report = self._action(noted)
+            report = self._action(self.watched)
             seconds = time.perf_counter() - self.began
             self.report = dataclasses.replace(report, seconds=seconds, stall_s=self.stall_s)
         except BaseException as error:  # raised again where the report is taken

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint import replicas
-from checkpoint.background import Background
+from checkpoint.background import WAITS, Background
 from checkpoint.choose import Keep
 from checkpoint.comm import Comm, Ranks
 from checkpoint.commit import SaveReport, due, save
@@ -144,9 +144,7 @@ class Saver:
         save is not there; None: it is, or there was none.
         """
         if self.background:
-            self._take(self.wanted.stuck_s - self.background.age_s)
-            self._alarm()
-            answers = self.ranks.exchange(self.background.doing, "end of saves")
+            answers = self.ranks.exchange(self._wait(), "end of saves")
             still = {rank: doing for rank, doing in enumerate(answers) if doing}
             if still:
                 return f"step {self._in_flight} is still being written by {_doing(still)}"
@@ -166,6 +164,16 @@ class Saver:
             except RuntimeError as lost:  # the other ranks; the cause is on its way up already
                 print(f"the save in flight is lost: {lost}", file=sys.stderr)
 
+    def _wait(self) -> str | None:
+        """For the save in flight, as long as it is allowed; what it does, unless it has ended."""
+        self._take(self.wanted.stuck_s - self.background.age_s)
+        doing = self.background.doing
+        if doing is None:
+            self._take(0.0)  # it may have ended since
+        else:
+            self._alarm()
+        return doing
+
     def _take(self, wait_s: float) -> None:
         report = self.background.take(wait_s)
         if report is not None:
@@ -179,14 +187,14 @@ class Saver:
         if self._is_alarmed or age_s <= self.wanted.stuck_s:
             return
         self._is_alarmed = True
-        step, doing = self.background.in_flight, self.background.doing
+        step, doing = self.background.in_flight, self.background.doing or "ends"
         text = (
             f"the save of step {step} has not ended after {age_s:.0f} s"
-            f" (checkpoint.stuck_s={self.wanted.stuck_s}); rank {self.process.rank} is at: {doing}."
+            f" (checkpoint.stuck_s={self.wanted.stuck_s}); rank {self.process.rank}: {doing}."
             " No other save begins until it ends"
         )
         self.tell(Note("save_stuck", text, {"step": step, "seconds": age_s, "doing": doing}))
-        if not self.process.is_first and not doing.startswith("exchange"):
+        if not self.process.is_first and doing != WAITS:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _edge(self, own: list[replicas.Replica]) -> Edge:
@@ -195,12 +203,10 @@ class Saver:
         if self.background and self.background.in_flight is not None:
             self._take(0.0)
             if self.background.in_flight is not None:
-                rest_s = self.wanted.stuck_s - self.background.age_s
+                is_allowed = self.background.age_s < self.wanted.stuck_s
                 began = time.perf_counter()
-                self._take(rest_s)
-                waited_s = time.perf_counter() - began if rest_s > 0 else 0.0
-                self._alarm()
-            doing = self.background.doing
+                doing = self._wait()
+                waited_s = time.perf_counter() - began if is_allowed else 0.0
         save_s = self._report.seconds if self._report else None
         step_s = self.pace.step_s() if self.pace else None
         return Edge(waited_s, doing, replicas.summary(own), Cost(self._stall_s, save_s, step_s))
@@ -262,7 +268,7 @@ class Saver:
 
 def _doing(still: dict[int, str]) -> str:
     """Which ranks are where, for a person: first those that no other rank keeps waiting."""
-    apart = {rank: doing for rank, doing in still.items() if not doing.startswith("exchange")}
+    apart = {rank: doing for rank, doing in still.items() if doing != WAITS}
     shown = list((apart or still).items())[:4]
     more = f", {len(still)} ranks in all" if len(still) > len(shown) else ""
     return ", ".join(f"rank {rank} ({doing})" for rank, doing in shown) + more

@@ -1,4 +1,4 @@
-"""Young's interval: the formula, its bounds, and the same answer on every rank and after a resume."""
+"""Young's interval: the formula, its bounds, the same answer on every rank and after a resume."""
 
 from __future__ import annotations
 
