@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkpoint import replicas
 from checkpoint.background import WAITS, Background
@@ -32,9 +32,6 @@ from runtime import run_folder
 from runtime.engine import Engine
 from runtime.process import Process
 from runtime.settle import Settled
-
-if TYPE_CHECKING:
-    from data.stream import Stream
 
 # How long the writers of a save wait for each other. A dead process is noticed at once, a silent
 # host by training's own collectives; a slow disk is no reason to give a save up.
@@ -70,7 +67,7 @@ class Saver:
         folder: Path,
         recipe: Recipe,
         settled: Settled,
-        stream: Stream,
+        stream: Any,  # data.stream.Stream
         engine: Engine,
         ranks: Comm,
         process: Process,
