@@ -52,6 +52,11 @@ class Background:
         return 0.0 if self._writer is None else time.perf_counter() - self._writer.began
 
     @property
+    def idle_s(self) -> float:
+        """Since the thread last came to another moment of the save."""
+        return 0.0 if self._writer is None else time.perf_counter() - self._writer.watched.since
+
+    @property
     def doing(self) -> str | None:
         """What the thread does at this moment, such as `write data`, or WAITS; None: no save in
         flight."""
@@ -115,18 +120,21 @@ class Watched:
     def __init__(self, comm: Comm, point: Point):
         self.comm, self._point = comm, point
         self.rank, self.world = comm.rank, comm.world
-        self.doing = "start"
+        self._now("start")
+
+    def _now(self, doing: str) -> None:
+        self.doing, self.since = doing, time.perf_counter()
 
     def point(self, name: str, rank: int) -> None:
         """A moment of the save."""
-        self.doing = name
+        self._now(name)
         self._point(name, rank)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """As of `Comm`."""
-        self.doing = WAITS
+        self._now(WAITS)
         values = self.comm.exchange(value, what)
-        self.doing = f"after {what}"
+        self._now(f"after {what}")
         return values
 
 

@@ -104,6 +104,10 @@ class Pace:
             wanted = young_steps(self.mtbf_s, stall_s, save_s, max(step_times))
             if abs(wanted - before) > STEADY * before:
                 self.interval = wanted
+        self.postpone(step)
+        return self.interval != before
+
+    def postpone(self, step: int) -> None:
+        """Set `next` as if a save followed `step`, whether one does or not."""
         self.next = step + self.interval
         self._since, self._edges = None, 0
-        return self.interval != before

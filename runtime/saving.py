@@ -36,6 +36,7 @@ from runtime.settle import Settled
 # How long the writers of a save wait for each other. A dead process is noticed at once, a silent
 # host by training's own collectives; a slow disk is no reason to give a save up.
 PATIENCE_S = 7 * 86400.0
+POLL_S = 1.0
 # What a save in flight gets when this rank fails: less than the launcher gives it until SIGKILL.
 GRACE_S = 20.0
 
@@ -96,7 +97,7 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Whether a save follows update `step`."""
         if self.pace:
-            return step in (self.pace.next, self.last_step)
+            return step == self.last_step or step >= self.pace.next
         return due(step, self.wanted.interval, self.last_step)
 
     def poll(self) -> None:
@@ -137,22 +138,26 @@ class Saver:
             self._stall_s -= self.background.made_s
 
     def drain(self) -> str | None:
-        """Wait for the save in flight, `checkpoint.stuck_s` at most; a collective. Why the newest
-        save is not there; None: it is, or there was none.
+        """Wait for the save in flight as long as it moves on; a collective, before an end that all
+        ranks come to alike. Why the newest save is not there; None: it is, or there was none.
         """
-        if self.background:
-            answers = self.ranks.exchange(self._wait(), "end of saves")
-            still = {rank: doing for rank, doing in enumerate(answers) if doing}
-            if still:
+        while self.background:
+            doing = self._wait()
+            answers = self.ranks.exchange((doing, self.background.idle_s), "end of saves")
+            still = {rank: doing for rank, (doing, _) in enumerate(answers) if doing}
+            if not still:
+                break
+            if all(answers[rank][1] >= self.wanted.stuck_s for rank in still):
                 return f"step {self._in_flight} is still being written by {_doing(still)}"
+            time.sleep(min(POLL_S, self.wanted.stuck_s))
         return None if self._report is None else self._report.problem
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """After an error: what all ranks raise alike leaves time for the save in flight, what one
-        of them raises alone a little.
+        """After an error the save in flight is given time: by what all ranks raise alike as much as
+        ever, by what one of them raises alone a little.
         """
         if self.background and self.background.in_flight is not None:
             rest_s = self.wanted.stuck_s - self.background.age_s
@@ -204,7 +209,7 @@ class Saver:
                 began = time.perf_counter()
                 doing = self._wait()
                 waited_s = time.perf_counter() - began if is_allowed else 0.0
-        save_s = self._report.seconds if self._report else None
+        save_s = self._report.seconds if self._report and self._report.ok else None
         step_s = self.pace.step_s() if self.pace else None
         return Edge(waited_s, doing, replicas.summary(own), Cost(self._stall_s, save_s, step_s))
 
@@ -213,6 +218,8 @@ class Saver:
         final = self.folder / "checkpoints" / folder_name(step)
         self._report = SaveReport(step, final, False, problem, 0, stall_s, stall_s)
         self.tell(self._report)
+        if self.pace:
+            self.pace.postpone(step)
 
     def _compare(self, step: int, own: list[replicas.Replica], edges: list[Edge]) -> None:
         """An alarm for each group of ranks whose copies differ."""

@@ -161,6 +161,28 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
     assert "rank 1: after checkpoint prepare" in capsys.readouterr().err
 
 
+def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, monkeypatch):
+    gate = threading.Event()
+    slow_rank(monkeypatch, 1, gate)
+    words = ["checkpoint.interval=auto", "cluster.mtbf_hours=1", "checkpoint.mode=async"]
+
+    def action(saver, told, engine):
+        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        due = []
+        for step in range(1, 2 * FIRST_STEPS + 1):
+            saver.poll()
+            if saver.is_due(step):
+                saver.save(step, HEALTH)
+                due.append((step, saver.pace.next))
+        return due
+
+    assert (
+        run_savers(tmp_path, words, action, monkeypatch)
+        == [[(FIRST_STEPS, 2 * FIRST_STEPS), (2 * FIRST_STEPS, 3 * FIRST_STEPS)]] * WORLD
+    )
+    gate.set()
+
+
 def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path, monkeypatch):
     gate = threading.Event()
     slow_rank(monkeypatch, 1, gate)
