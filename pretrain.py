@@ -185,6 +185,7 @@ def restore(run: Run) -> None:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
+    run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
         try:
@@ -196,8 +197,11 @@ def restore(run: Run) -> None:
 def train(run: Run) -> int:
     """The loop, and the cause on record where it does not reach its end; the exit status."""
     record = open_record(run) if run.process.is_first else None
+    if record:
+        run.saver.tell = record.tell
     try:
-        return loop(run, record)
+        with run.saver:  # what is in flight ends first
+            return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
@@ -268,6 +272,7 @@ def loop(run: Run, record: Record | None) -> int:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
             ending = REQUESTS.answer() if step < last_step else None
+            run.saver.poll()
             is_saved = run.saver.is_due(step, ending is not None and ending.saves)
             if is_stuck or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
@@ -282,21 +287,20 @@ def loop(run: Run, record: Record | None) -> int:
             if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    report = run.saver.save(step, health)
-                if record:
-                    record.saved(report)
+                    run.saver.save(step, health)
             if ending:
                 break
     HEART.beat("end")
+    unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         cause = ending.cause if ending else "finished"
-        record.close(cause, step=step, is_saved=is_saved and report.ok, peak_memory_gib=peaks)
+        record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
         REQUESTS.done()
     if ending:
         return ending.status
-    if is_saved and not report.ok:
-        raise Shared(f"the last step was not saved: {report.problem}")
+    if is_saved and unsaved:
+        raise Shared(f"the last step was not saved: {unsaved}")
     return FINISHED
 
 

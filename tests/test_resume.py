@@ -85,16 +85,18 @@ def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "nproc", "words"),
     [
-        ("zero1", 1, ["zero=1"]),
+        ("zero1", 1, ["zero=1", "checkpoint.mode=async"]),
         ("zero2", 2, ["zero=2"]),
         ("zero2-bf16", 2, ["zero=2", "precision=bf16"]),
-        ("zero3", 2, ["zero=3"]),
+        ("zero3", 2, ["zero=3", "checkpoint.mode=async"]),
         ("zero3-bf16", 2, ["zero=3", "precision=bf16"]),
         ("zero1-bf16", 1, ["zero=1", "precision=bf16"]),
         ("pipeline-bf16", 2, ["parallel.pipeline=2", "precision=bf16"]),
     ],
 )
-def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, nproc, words):
+def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
+    clone, straight, name, nproc, words
+):
     done = start(clone, f"run={name}-whole", *SHORT, *words, nproc=nproc)
     assert done.returncode == FINISHED, done.stdout
     seed = time.time_ns()
@@ -107,6 +109,8 @@ def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, np
     runs = clone / "runs"
     assert_same_run(runs / f"{name}-cut", runs / f"{name}-whole", exact=True)
     assert [event["life"] for event in read_events(runs / f"{name}-cut", "life")] == [1, 2, 3]
+    if name == "zero1":  # saved beside training; `straight` is the same run, saved in the step
+        assert_same_run(runs / "zero1-whole", straight, exact=True)
 
 
 def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_lines: int) -> None:
