@@ -19,12 +19,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
 from checkpoint.comm import Ranks
+from checkpoint.lease import Lease
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -88,7 +88,7 @@ class Run:
     process: process.Process
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
-    lock: Any  # held as long as the run lives
+    lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
@@ -135,12 +135,12 @@ def prepare(arguments: list[str]) -> Run | None:
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
-    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
         None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
@@ -198,6 +198,9 @@ def train(run: Run) -> None:
         if record:
             record.ended(error)
         raise
+    finally:
+        if run.lease:
+            run.lease.release()
 
 
 def loop(run: Run, record: Record | None) -> None:
@@ -246,6 +249,8 @@ def loop(run: Run, record: Record | None) -> None:
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
+            if run.lease:
+                run.lease.confirm()  # before this step goes on record
             collector.add(data)
             if data.is_update:
                 skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0

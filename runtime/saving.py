@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from checkpoint.choose import Keep
 from checkpoint.comm import Comm
 from checkpoint.commit import SaveReport, due, save
+from checkpoint.lease import Lease
 from checkpoint.state import RunState, random_states
 from recipes.schema import Recipe
 from runtime import run_folder
@@ -36,9 +37,11 @@ class Saver:
         engine: Engine,
         ranks: Comm,
         process: Process,
+        lease: Lease | None = None,  # rank 0's
     ):
         self.folder, self.recipe, self.settled = folder, recipe, settled
         self.stream, self.engine, self.ranks, self.process = stream, engine, ranks, process
+        self.lease = lease
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
 
@@ -68,5 +71,6 @@ class Saver:
             self.ranks,
             local={"random": random_states(self.process.device)},
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
+            fence=self.lease,
             verify=self.wanted.verify,
         )
