@@ -14,6 +14,7 @@ raise Fenced. Units: seconds, bytes, steps.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -113,8 +114,8 @@ def save(
         notes = [*notes, *more]
     except SaveFailed as failure:
         problem = str(failure)
-        if temporary and comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(SaveFailed):
+            phase("give up", lambda: _give_up(temporary, fence), only=0)
     seconds = time.perf_counter() - began
     return SaveReport(
         step, final, problem is None, problem, total, seconds, seconds, tuple(removed), tuple(notes)
@@ -175,6 +176,13 @@ def _prepare(checkpoints: Path, final: Path, fence: Fence, point: Point) -> Path
     return temporary
 
 
+def _give_up(temporary: Path | None, fence: Fence) -> None:
+    """Remove what there is; where it failed because another life has begun, that is the cause."""
+    fence.check()
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _was_late(final: Path) -> bool:
     """Set aside what a writer that had lost the run committed under this name after all."""
     try:
@@ -189,7 +197,7 @@ def _was_late(final: Path) -> bool:
 def _write(
     temporary: Path, fragments: Sequence[Fragment], local: dict, rank: int, point: Point
 ) -> dict[str, list]:
-    deadline = time.monotonic() + LAG_S
+    deadline = time.monotonic() + (LAG_S if rank else 0)  # rank 0 made it
     while not temporary.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
     files = write_rank(temporary, rank, fragments, local, point)
