@@ -181,6 +181,7 @@ def restore(run: Run) -> None:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
+    run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
     if run.loaded.local is not None:
         try:
@@ -192,8 +193,11 @@ def restore(run: Run) -> None:
 def train(run: Run) -> None:
     """The loop, and the cause on record where it does not reach its end."""
     record = open_record(run) if run.process.is_first else None
+    if record:
+        run.saver.tell = record.tell
     try:
-        loop(run, record)
+        with run.saver:  # what is in flight ends first
+            loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
@@ -264,6 +268,7 @@ def loop(run: Run, record: Record | None) -> None:
                 if data.quarantined:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
+            run.saver.poll()
             is_saved = run.saver.is_due(step)
             if is_stuck or is_saved or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
@@ -278,14 +283,13 @@ def loop(run: Run, record: Record | None) -> None:
             if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    report = run.saver.save(step, health)
-                if record:
-                    record.saved(report)
+                    run.saver.save(step, health)
+    unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         record.close("finished", peak_memory_gib=peaks)
-    if is_saved and not report.ok:
-        raise Shared(f"the last step was not saved: {report.problem}")
+    if is_saved and unsaved:
+        raise Shared(f"the last step was not saved: {unsaved}")
 
 
 def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:

@@ -333,6 +333,13 @@ class Cluster:
     threads: int | None = knob(
         None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
     )
+    mtbf_hours: float | None = knob(
+        None,
+        "mean time between failures of all ranks' hardware together, for checkpoint.interval=auto;"
+        " Llama 3 met one in 2.8 h on 16,384 GPUs: about 46,000 h / GPUs",
+        unit="hours",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -377,12 +384,30 @@ class Log:
 class Checkpoint:
     """When the state of a run is saved, and which saves stay."""
 
-    interval: int = knob(
+    interval: Any = knob(
         0,
-        "steps between saves; 0 = only at the end (and at stop_after)",
+        "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
+        " Young's formula, from measured times and cluster.mtbf_hours",
         unit="steps",
-        low=0,
-        high=MANY,
+    )
+    mode: str = knob(
+        "sync",
+        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
+        " and written while training goes on; sync: training waits until it is on disk",
+        choices=("sync", "async"),
+    )
+    stuck_s: int = knob(
+        600,
+        "async: a save in flight for longer raises an alarm; training goes on without further saves"
+        " until it ends",
+        unit="seconds",
+        low=1,
+        high=10**7,
+    )
+    on_drift: str = knob(
+        "warn",
+        "ranks whose copies of the same weights differ at a save: warn and save, or stop the run",
+        choices=("warn", "stop"),
     )
     keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
     keep_every: int = knob(

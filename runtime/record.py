@@ -27,6 +27,7 @@ from runtime.console import Console, summary_text
 from runtime.engine import StepResult
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
+from runtime.saving import Note
 from runtime.settle import Settled
 from runtime.speed import peak_flops
 
@@ -156,6 +157,15 @@ class Record:
             in_a_row=in_a_row,
             reason=reason,
         )
+
+    def tell(self, news: SaveReport | Note) -> None:
+        """Put on record what became of a save, or what was found at one."""
+        if isinstance(news, SaveReport):
+            self.saved(news)
+        else:
+            self.writer.event(news.kind, **news.facts)
+            loud = "" if news.kind == "interval" else "warning: "
+            self.console.say(f"{loud}{news.text}")
 
     def saved(self, report: SaveReport) -> None:
         """Put a save on record: size, time, stall, bandwidth; or why there is none."""

@@ -85,6 +85,7 @@ class Moments:
     """Counts the moments of one save on this rank; ends the process at `stop`."""
 
     step: int
+    is_beside: bool  # the save runs in a thread of its own
     stop: Case | None = None
     seen: list[str] = field(default_factory=list)
     savers: set[int] = field(default_factory=set)  # threads whose calls count
@@ -95,8 +96,12 @@ class Moments:
             return lambda name, rank: None
 
         def point(name: str, rank: int) -> None:
-            self.savers.add(threading.get_ident())
-            self.meet(name)
+            is_training = threading.current_thread() is threading.main_thread()
+            if self.is_beside and is_training:
+                self.note(name)  # what else training does is no part of the save
+            else:
+                self.savers.add(threading.get_ident())
+                self.meet(name)
 
         return point
 
@@ -105,9 +110,12 @@ class Moments:
         self.savers.clear()
 
     def meet(self, name: str, tear: Callable[[], Any] = lambda: None) -> None:
-        """One moment of the save, where this is it; `tear` does half of what comes."""
-        if threading.get_ident() not in self.savers:
-            return
+        """A moment of the save, where this thread saves; `tear` does half of what comes."""
+        if threading.get_ident() in self.savers:
+            self.note(name, tear)
+
+    def note(self, name: str, tear: Callable[[], Any] = lambda: None) -> None:
+        """A moment; the end, where it is the one to stop at."""
         self.seen.append(name)
         stop = self.stop
         if stop is None or len(self.seen) != stop.number + 1:
@@ -255,7 +263,7 @@ def _be_rank(rank, group, links, answers, run, mode, stop, step) -> None:
         if other != rank:
             send.close()
     try:
-        moments = Moments(step, stop if stop and stop.rank == rank else None)
+        moments = Moments(step, mode == "async", stop if stop and stop.rank == rank else None)
         answer = live(run, mode, *mine, moments)
     except BaseException:
         answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
@@ -307,6 +315,8 @@ def check_end(run: Path, case: Case | None) -> None:
             assert torch.equal(one.tensor, two.tensor), case
     # 6: each sample once.
     lines = [(line["step"], *line["samples"]) for line in read_ledger(run / "ledger")]
-    assert lines == [(s, (s - 1) * BATCH, s * BATCH) for s in range(1, LAST + 1)], f"{case}: {lines}"
+    assert lines == [(s, (s - 1) * BATCH, s * BATCH) for s in range(1, LAST + 1)], (
+        f"{case}: {lines}"
+    )
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["latest", f"step-{LAST:08d}"], f"{case}: {names}"
