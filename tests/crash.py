@@ -30,6 +30,7 @@ from test_storage import blank, cut_flat, full_tensors
 from checkpoint import lease
 from checkpoint.background import Background
 from checkpoint.choose import Keep, set_aside, verify
+from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.manifest import committed
 from checkpoint.restore import load
@@ -215,6 +216,7 @@ def live(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> 
 
 def start_ranks(run: Path, mode: str, stop: Case | None, step: int) -> list[dict | None]:
     """A life of all ranks; what each returned, None where it was killed or lost the others."""
+    run.mkdir(exist_ok=True)
     links = [[multiprocessing.Pipe() for _ in range(WORLD - 1)] for _ in range(2)]
     answers = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD)]
     pids: list[int] = []
@@ -308,8 +310,6 @@ def check_end(run: Path, case: Case | None) -> None:
     for rank in range(WORLD):
         expected = trained(LAST, rank)
         found = blank(expected)
-        from checkpoint.comm import Alone
-
         assert load(run, found, Alone()).step == LAST, case
         for one, two in zip(expected, found, strict=True):
             assert torch.equal(one.tensor, two.tensor), case
