@@ -1,11 +1,12 @@
-"""`make crash`: SIGKILL at every moment of a save, then the run goes on; the invariants, with a count.
+"""`make crash`: SIGKILL at every moment of a save; the run must end as if nothing had happened.
 
     python -m benchmarks.crash [--find "async torn"] [--sample 100]
 
-Moments are recorded in a run that nothing stops (tests/crash.py): what the save announces, and every
-call by which a rank opens, writes, syncs, renames or removes a file or waits for the others. Each is
-met again x rank 0, 1, last or all at once, x in the middle of a write, x a run's first save and one
-that removes an old checkpoint, x saves in the step and beside it. Exit status 1 where one fails.
+Moments are recorded in a run that nothing stops (tests/crash.py): what the save announces, and
+every call by which a rank opens, writes, syncs, renames or removes a file or waits for the others.
+Each is met again x rank 0, 1, last or all at once, x in the middle of a write, x a run's first save
+and one that removes an old checkpoint, x saves in the step and beside it. Exit status 1 where one
+fails.
 """
 
 from __future__ import annotations

@@ -53,26 +53,26 @@ def refuse_unsafe(folder: Path, code: Path = CODE) -> None:
     """Raise UserError where people who are not trusted could change the run in `folder`."""
     if not folder.is_dir():
         return
-    places, found = [access(path) for path in weighty(folder)], {}
-    trusted, code_access = {0, os.geteuid(), access(folder.parent).uid}, access(code)
-    for place in places:
-        risk = judge(place, code_access, trusted | {code_access.uid})
-        if risk:
-            found.setdefault(risk, place)
-    if not found:
-        return
+    places, known = [access(path) for path in weighty(folder)], access(code)
+    trusted = {0, os.geteuid(), access(folder.parent).uid, known.uid}
+    found = _risks(places, known, trusted)
     # On file systems that map users or keep no modes, what one makes oneself looks foreign, too.
-    own = own_access(folder)
+    own = own_access(folder) if found else None
     if own is not None:
-        trusted |= {own.uid, code_access.uid}
-        ignored = own.mode & OTHERS_WRITE
-        found = {
-            risk: place
-            for place in places
-            if (risk := judge(_without(place, ignored), code_access, trusted))
-        }
+        kept = [_without(place, own.mode & OTHERS_WRITE) for place in places]
+        found = _risks(kept, known, trusted | {own.uid})
     if found:
         raise UserError(*(_line(folder, place, risk) for risk, place in found.items()))
+
+
+def _risks(places: Iterable[Access], code: Access, trusted: set[int]) -> dict[str, Access]:
+    """{risk: the first place that has it}."""
+    found: dict[str, Access] = {}
+    for place in places:
+        risk = judge(place, code, trusted)
+        if risk:
+            found.setdefault(risk, place)
+    return found
 
 
 def weighty(folder: Path) -> list[Path]:
