@@ -23,7 +23,7 @@ from pathlib import Path
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
-from checkpoint.comm import Ranks
+from checkpoint.comm import Ranks, broadcast, together
 from checkpoint.lease import Lease
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
@@ -120,17 +120,20 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
-        return None
-    origin, notes = origin_of(recipe, stands.step, stream)
+    stands = None
+    if process.launched_rank() == 0:  # a network file system may show the others something older
+        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
+    stands = broadcast(ranks, stands, "where the run stands")
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step, settled.total_steps)
+        return None
+    origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"

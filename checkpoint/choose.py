@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.blocks import Damaged, check_file, opened
+from checkpoint.blocks import Damaged, Problem, check_file, opened
 from checkpoint.comm import Comm, broadcast
 from checkpoint.epochs import Fence
 from checkpoint.manifest import (
+    NAME,
     Manifest,
     committed,
     none_is_whole,
@@ -70,7 +71,7 @@ class Choice:
     damaged: list[tuple[Path, list[str]]]  # (folder, problems), newest first
 
 
-def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[str]:
+def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[Problem]:
     """Problems of one checkpoint folder, one line per file; none when it is whole.
 
     `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of
@@ -80,8 +81,10 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
     try:
         manifest = read_manifest(folder)
-    except (Damaged, UserError) as error:
-        return error.problems
+    except Damaged as damage:
+        return damage.problems
+    except UserError as error:  # of another version of the project
+        return [Problem(line) for line in error.problems]
     if depth == "sizes":
         return size_problems(folder, manifest)
     problems = []
@@ -91,6 +94,17 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         except Damaged as damage:
             problems += damage.problems
     return problems
+
+
+def unnamed(folder: Path) -> list[str]:
+    """Names in a checkpoint that its manifest does not have: nobody reads them, somebody put them
+    there. None where the folder cannot be read.
+    """
+    try:
+        known = {NAME, *read_manifest(folder).files}
+        return sorted(entry.name for entry in os.scandir(folder) if entry.name not in known)
+    except (OSError, Damaged, UserError):
+        return []
 
 
 def check_rank(

@@ -121,6 +121,12 @@ class Record:
                     "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
                 )
             self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
+        if loaded.unnamed:
+            self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
+            self.console.say(
+                f"warning: in the checkpoint of step {loaded.step} lie files that are none of its"
+                f" own and were not read: {', '.join(loaded.unnamed[:3])}"
+            )
         changed = {change.key: [change.stored, change.now] for change in changes}
         self.writer.event(
             "resumed",
