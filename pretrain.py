@@ -20,12 +20,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
-from checkpoint.comm import Ranks
+from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.lease import Lease
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -89,7 +89,7 @@ class Run:
     process: process.Process
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
-    lock: Any  # held as long as the run lives
+    lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
@@ -121,29 +121,32 @@ def prepare(arguments: list[str]) -> Run | None:
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
-        return None
-    origin, notes = origin_of(recipe, stands.step, stream)
+    stands = None
+    if process.launched_rank() == 0:  # a network file system may show the others something older
+        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
+    stands = broadcast(ranks, stands, "where the run stands")
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step, settled.total_steps)
+        return None
+    origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
-    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     if me.is_first:
         HEART.show_in(folder)
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
         None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
@@ -206,6 +209,9 @@ def train(run: Run) -> int:
         if record:
             record.ended(error)
         raise
+    finally:
+        if run.lease:
+            run.lease.release()
 
 
 def loop(run: Run, record: Record | None) -> int:
@@ -258,6 +264,8 @@ def loop(run: Run, record: Record | None) -> int:
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
+            if run.lease:
+                run.lease.confirm()  # before this step goes on record
             collector.add(data)
             if data.is_update:
                 skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0

@@ -224,7 +224,7 @@ def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             data = file.read(num_bytes + 1)
     if len(data) != num_bytes or digest(data).hex() != expected:
-        raise Damaged(f"{path}: differs from its digest")
+        raise Damaged(f"{path}: differs from its digest", kind="flipped")
     return data
 
 

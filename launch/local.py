@@ -50,6 +50,7 @@ from runtime.requests import REQUESTS, AskedEarly, forget
 from runtime.resuming import standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
+from runtime.trust import keep_to_owner
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
@@ -59,6 +60,7 @@ CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
+    keep_to_owner()
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)

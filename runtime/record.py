@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpoint.commit import SaveReport
+from checkpoint.epochs import Fenced
 from checkpoint.resume import Change
 from recipes.schema import Recipe, UserError
 from runtime import run_folder
@@ -115,8 +116,18 @@ class Record:
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
         for path, problems in loaded.damaged:
-            self.writer.event("damaged_checkpoint", checkpoint=path.name, problems=problems)
+            for kind in sorted({problem.kind for problem in problems}):
+                lines = [problem for problem in problems if problem.kind == kind]
+                self.writer.event(
+                    "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
+                )
             self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
+        if loaded.unnamed:
+            self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
+            self.console.say(
+                f"warning: in the checkpoint of step {loaded.step} lie files that are none of its"
+                f" own and were not read: {', '.join(loaded.unnamed[:3])}"
+            )
         changed = {change.key: [change.stored, change.now] for change in changes}
         self.writer.event(
             "resumed",
@@ -176,6 +187,9 @@ class Record:
     def ended(self, error: BaseException) -> None:
         """Put on record why this life ends before its last step, unless that is there already."""
         if self.is_closed:
+            return
+        if isinstance(error, Fenced):  # the record is another life's now
+            self.console.close()
             return
         cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
         if isinstance(error, AskedEarly):

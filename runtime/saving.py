@@ -25,6 +25,7 @@ from checkpoint.choose import Keep
 from checkpoint.comm import Comm, Ranks
 from checkpoint.commit import SaveReport, due, save
 from checkpoint.interval import Cost, Pace
+from checkpoint.lease import Lease
 from checkpoint.manifest import folder_name
 from checkpoint.state import RunState, random_states
 from recipes.schema import Recipe, Shared
@@ -72,9 +73,11 @@ class Saver:
         engine: Engine,
         ranks: Comm,
         process: Process,
+        lease: Lease | None = None,  # rank 0's
     ):
         self.folder, self.recipe, self.settled = folder, recipe, settled
         self.stream, self.engine, self.ranks, self.process = stream, engine, ranks, process
+        self.lease = lease
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
         self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
@@ -264,6 +267,7 @@ class Saver:
         options = dict(
             local={"random": random_states(self.process.device)},
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
+            fence=self.lease,
             verify=self.wanted.verify,
         )
         if self.background:
