@@ -279,7 +279,7 @@ def loop(run: Run, record: Record | None) -> int:
                 if data.quarantined:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            ending = REQUESTS.answer() if step < last_step else None
+            ending = REQUESTS.answer(step == last_step)
             run.saver.poll()
             is_saved = run.saver.is_due(step, ending is not None and ending.saves)
             if is_stuck or is_saved or ending or step == last_step:

@@ -34,6 +34,8 @@ LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
 GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not say
+# Before the first step there is nothing to save, and a rank may wait for others in C.
+START_GRACE_S, BEFORE = 10.0, ("start", "load")
 # One request may come twice: to this process by a signal of its own and through its launcher.
 AGAIN_S = 3.0
 FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
@@ -214,7 +216,7 @@ class Ranks:
                 if self._asked is not None and signalled is None:
                     signalled = self._asked
                     self._signal(signalled)
-                    kill_at = now + self._grace_s
+                    kill_at = now + self._patience_s()
                 if self._watch and now >= look_at and self._hung is None:
                     look_at = now + LOOK_S
                     self._look()
@@ -232,6 +234,12 @@ class Ranks:
             if self._watch:
                 self._watch.close()
         return self._ends
+
+    def _patience_s(self) -> float:
+        """How long ranks may take to end when they are asked to."""
+        if self._watch and all(self._watch.last(n).phase in BEFORE for n in self._numbers):
+            return min(self._grace_s, START_GRACE_S)
+        return self._grace_s
 
     def _look(self) -> None:
         """Kill all where one hangs, after their stacks are in their logs."""

@@ -460,7 +460,7 @@ class Watch:
     step_factor: float = knob(10.0, "see step_s", low=1)
     evaluate_s: int = knob(1800, "in an evaluation", unit="seconds", low=0)
     save_s: int = knob(1800, "in a save", unit="seconds", low=0)
-    end_s: int = knob(600, "after the last step", unit="seconds", low=0)
+    end_s: int = knob(1800, "after the last step", unit="seconds", low=0)
     grace_s: int = knob(
         300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", unit="seconds", low=1
     )

@@ -19,6 +19,7 @@ import itertools
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,25 +76,27 @@ def lives_of(
         for event in events
         if event["kind"] in ("began", "life") and not is_end(event)
     }
+    trained, stalls, loads = defaultdict(list), defaultdict(list), defaultdict(float)
+    for line in lines:
+        trained[line["life"]].append(line)
+    for event in events:
+        if event["kind"] == "saved":
+            stalls[event["life"]].append(event["checkpoint_stall_s"])
+        elif event["kind"] == "resumed":
+            loads[event["life"]] += event["load_s"]
     found = []
     for number in sorted(begun.keys() | ended.keys()):
-        end, began = ended.get(number), begun.get(number)
-        own = [line for line in lines if line["life"] == number]
+        end, began, own = ended.get(number), begun.get(number), trained[number]
         if end:
             start_s, stop_s, seconds = end["began_unix_s"], end["ended_unix_s"], end["seconds"]
             steps = (end.get("last_step") or 0) - (end.get("from_step") or 0)
         else:
             start_s, stop_s = began.get("started_unix_s", unix_s(began)), now_s
-            loads = [e["load_s"] for e in events if e["kind"] == "resumed" and e["life"] == number]
-            start = max(0.0, unix_s(began) - start_s - sum(loads))
-            seconds, steps = {"load": sum(loads), "start": start}, len(own)
-        stalls = [
-            event["checkpoint_stall_s"]
-            for event in events
-            if event["kind"] == "saved" and event["life"] == number
-        ]
+            load_s = loads[number]
+            start = max(0.0, unix_s(began) - start_s - load_s)
+            seconds, steps = {"load": load_s, "start": start}, len(own)
         cause = end["cause"] if end else None
-        found.append(Life(number, start_s, stop_s, cause, steps, seconds, own, stalls))
+        found.append(Life(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
     return found
 
 

@@ -104,12 +104,14 @@ class Requests:
                 self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
 
-    def answer(self) -> Ending | None:
-        """After the step: how all ranks end now, the same everywhere; None = they go on."""
-        if self._group is None:
-            return ENDINGS.get(self._code)
-        self._work.wait()
-        return ENDINGS.get(int(self._flag))
+    def answer(self, is_last: bool = False) -> Ending | None:
+        """After the step: how all ranks end now, the same everywhere; None = they go on, or this
+        was the last step anyway."""
+        code = self._code
+        if self._group is not None:
+            self._work.wait()
+            code = int(self._flag)
+        return None if is_last else ENDINGS.get(code)
 
     def done(self) -> None:
         """The request was carried out; the next start of the run is not to see it."""

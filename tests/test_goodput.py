@@ -34,7 +34,7 @@ class Recorded:
         """One life that fails after `lasts_s` of its own, counted from the failure before."""
         began = self.now + restart_s
         dies = self.now + lasts_s
-        self.lines = [line for line in self.lines if line["step"] <= self.saved]
+        del self.lines[self.saved :]  # as a start does with what it trains again
         now, step = began + self.start_s, self.saved
         seconds = {"restart": restart_s, "start": min(self.start_s, max(0.0, dies - began))}
         if now < dies:
