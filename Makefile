@@ -76,7 +76,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
-	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+	matrix crash python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -171,3 +171,6 @@ bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Train
 
 matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
 	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")
+
+crash: $(READY) ## SIGKILL at every moment of a save, then the run goes on (FIND="async torn")
+	@exec "$(PYTHON)" -m benchmarks.crash $(if $(FIND),--find "$$FIND")

@@ -2,6 +2,7 @@
 
     recipe.yaml  layout.json  ds_config.json  environment.json      what it was
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
+    .lock  lease/                                                   whose turn it is
 
 The one rule: it has one writer. Two starts of one name never mix (a lock guards one host, the lease
 all of them), nothing in it is overwritten by another run, and a refused recipe leaves no folder.
