@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint.lineage import lineage_of
 from runtime import memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -55,7 +56,7 @@ class MetricsWriter:
         self.life = 1 + len(records.read_events(self.folder, "life"))
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
-        self.event("life", segment=segment, after_step=after_step, world=world)
+        self.event("life", after_step=after_step, world=world)
         self.resume(after_step)
 
     def resume(self, after_step: int) -> None:
@@ -68,8 +69,12 @@ class MetricsWriter:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [line for line in read_metrics(path) if line["step"] <= after_step]
-        self._skipped_steps = before[-1]["skipped_steps"] if before else 0
+        before = [
+            line for line in lineage_of(self.folder).own(read_metrics(path))
+            if line["step"] <= after_step
+        ]  # fmt: skip
+        last = max(before, key=lambda line: line["step"], default={})
+        self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
@@ -173,6 +178,7 @@ class MetricsWriter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, life=self.life, **fields)
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
