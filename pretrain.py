@@ -17,6 +17,7 @@ good: trying again would not help; 130 Ctrl-C, saved (runtime.requests).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
 from checkpoint.comm import Ranks, broadcast, together
 from checkpoint.lease import Lease
+from checkpoint.lineage import read
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -39,7 +41,7 @@ from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import Recipe, Shared, UserError
-from runtime import process, run_folder
+from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
@@ -50,7 +52,7 @@ from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, read_state, standing
+from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
@@ -114,12 +116,11 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
-    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     run_folder.refuse_busy(folder)
     stands = None
     if process.launched_rank() == 0:  # a network file system may show the others something older
@@ -138,7 +139,7 @@ def prepare(arguments: list[str]) -> Run | None:
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
-    documents = description(recipe, settled, me)
+    documents = description(recipe, settled)
     lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     if me.is_first:
         HEART.show_in(folder)
@@ -151,6 +152,7 @@ def prepare(arguments: list[str]) -> Run | None:
     )  # fmt: skip
     if stands.step:
         restore(run)
+    saver.segment = enter_segment(run)
     return run
 
 
@@ -183,18 +185,26 @@ def restore(run: Run) -> None:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
+        past = read(run.folder)
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
+    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
         except Damaged as damage:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
+
+
+def enter_segment(run: Run) -> int:
+    """The segment of the history that this life goes on in, the same on all ranks; a collective."""
+    number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
+    return run.ranks.exchange(number, "segment")[0]
 
 
 def train(run: Run) -> int:
@@ -261,6 +271,7 @@ def loop(run: Run, record: Record | None) -> int:
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
+                run.saver.evaluated = (step, val_loss)
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
@@ -336,13 +347,12 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[str, str | dict]:
+def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
         "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
-        "environment.json": run_folder.environment(ROOT, me.device),
     }
 
 
@@ -353,17 +363,27 @@ def open_record(run: Run) -> Record:
         run.recipe,
         run.settled,
         run.process,
-        Ledger(run.folder / "ledger", run.after_step),
+        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
         run.stream.tokens_after,
         run.after_step,
+        run.saver.segment,
     )
-    history.begin(run.folder, run.origin)
+    record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
+
+
+def record_conditions(run: Run) -> None:
+    """Under which conditions this life trains, in environment.json."""
+    conditions = environment.environment(ROOT, run.process.device) | {
+        "layout": run.settled.layout.as_dict(),
+        "recipe": dataclasses.asdict(run.recipe),
+    }
+    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
 
 
 def banner(run: Run) -> list[str]:
@@ -381,6 +401,7 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 

@@ -24,6 +24,7 @@ from checkpoint.epochs import Fence
 from checkpoint.manifest import (
     NAME,
     Manifest,
+    abandoned,
     committed,
     none_is_whole,
     read_manifest,
@@ -248,20 +249,22 @@ def removable(
 def prune(
     checkpoints: Path, keep: Keep, verified: int, fence: Fence, point: Point = nothing
 ) -> list[int]:
-    """Remove what `removable` names; steps that went. Raises Fenced before a removal, too.
+    """Remove what `removable` names, and abandoned ones that are outlived; steps that went. Raises
+    Fenced before a removal, too.
 
     A folder loses its final name first: one half removed is never taken for a checkpoint.
     """
     folders = dict(committed(checkpoints))
     gone = removable(list(folders), keep, verified, best(_states(folders)))
-    for step in gone:
-        doomed = checkpoints / f"{folders[step].name}.gone-{fence.epoch}"
+    passed = [found for found in abandoned(checkpoints) if outlived(found[0], keep, verified)]
+    for path in [*(folders[step] for step in gone), *(path for *_, path in passed)]:
+        doomed = checkpoints / f"{path.name}.gone-{fence.epoch}"
         point("rename old", 0)
         fence.check()
-        os.rename(folders[step], doomed)
+        os.rename(path, doomed)
         point("remove old", 0)
         shutil.rmtree(doomed)
-    return gone
+    return [*gone, *(step for step, *_ in passed)]
 
 
 def _states(folders: Mapping[int, Path]) -> dict[int, dict[str, Any]]:
@@ -271,3 +274,10 @@ def _states(folders: Mapping[int, Path]) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(Damaged, UserError):
             states[step] = read_manifest(folder).state
     return states
+
+
+def outlived(step: int, keep: Keep, verified: int) -> bool:
+    """Whether a checkpoint of an abandoned segment may go: the run has come as far again, and a
+    person who wants to turn back once more had until then. Pure.
+    """
+    return step <= verified and not (keep.every and step % keep.every == 0)

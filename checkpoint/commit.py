@@ -29,7 +29,7 @@ from checkpoint.choose import KEEP, Keep, check_rank, prune, set_aside
 from checkpoint.comm import Comm
 from checkpoint.epochs import Fence, Fenced, Open
 from checkpoint.index import Fragment, holes, merge
-from checkpoint.manifest import Manifest, encode, folder_name
+from checkpoint.manifest import Manifest, encode, folder_name, segment_of
 from checkpoint.storage import (
     Point,
     index_name,
@@ -95,7 +95,7 @@ def save(
     began = time.perf_counter()
     fence = fence or Open()
     checkpoints = run_folder / "checkpoints"
-    final = checkpoints / folder_name(step)
+    final = checkpoints / folder_name(step, segment_of(state))
     phase = _Phases(comm, point)
     problem, total, removed, notes, temporary = None, 0, (), (), None
     try:

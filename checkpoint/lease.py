@@ -265,7 +265,7 @@ def _fence_off(run_folder: Path, epoch: int) -> dict[str, int | None]:
     manifest.disown(checkpoints, epoch - 1)
     manifest.sweep(checkpoints, epoch - 1)
     found: dict[str, int | None] = {}
-    for _, folder in manifest.committed(checkpoints):
+    for _, _, folder in manifest.all_committed(checkpoints):
         try:
             written = manifest.read_manifest(folder).epoch
         except Damaged as damage:

@@ -47,7 +47,7 @@ from runtime.book import Book
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.requests import REQUESTS, AskedEarly, forget
-from runtime.resuming import standing
+from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 from runtime.trust import keep_to_owner
@@ -251,9 +251,8 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     folder = ROOT / "runs" / recipe.run
     if not is_running:  # the supervisor's own last life may be ending
         refuse_busy(folder)
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)

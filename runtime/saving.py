@@ -12,6 +12,7 @@ seconds.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -91,6 +92,10 @@ class Saver:
         self._is_alarmed = False
         self._report: SaveReport | None = None  # of the newest save that ended or was left out
         self._stall_s: float | None = None  # of the last save, waiting and making memory left out
+
+        self.segment = 0  # of the history
+        self.skipped_before = 0  # steps that did not move the weights before the last save
+        self.evaluated: tuple[int, Any] | None = None  # step and validation loss, since then
 
     def go_on(self, state: RunState) -> None:
         """Take up what the checkpoint that was loaded says about the next save."""
@@ -249,7 +254,18 @@ class Saver:
         text = f"a save every {pace.interval} steps from step {step} on (checkpoint.interval=auto)"
         self.tell(Note("interval", text, facts))
 
-    def _begin(self, step: int, health: dict[str, int], began: float) -> None:
+    def _begin(self, step: int, health: dict[str, Any], began: float) -> None:
+        """`health` gets what tells a healthy checkpoint: the newest validation loss since the save
+        before (null: none, or not finite), its step, and how many steps were skipped since.
+        """
+        val_step, loss = self.evaluated or (None, math.nan)
+        val_loss = float(loss)
+        health = health | {
+            "val_loss": val_loss if math.isfinite(val_loss) else None,
+            "val_step": val_step,
+            "skipped_since_save": health["skipped_steps"] - self.skipped_before,
+        }
+        self.skipped_before, self.evaluated = health["skipped_steps"], None
         counted = self.engine.optimizer_step()
         state = RunState(
             step=step,
@@ -260,6 +276,7 @@ class Saver:
             data=self.stream.state() | {"past": self.stream.past(step)},
             layout=self.settled.layout.as_dict(),
             versions=run_folder.versions(),
+            segment=self.segment,
             health=health,
             saving=self.pace.as_dict() if self.pace else {},
         )

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.manifest import committed
+from checkpoint.manifest import all_committed
 from recipes.schema import UserError
 
 CODE = Path(__file__).resolve().parent.parent
@@ -77,10 +77,10 @@ def _risks(places: Iterable[Access], code: Access, trusted: set[int]) -> dict[st
 
 def weighty(folder: Path) -> list[Path]:
     """What a start believes: the folders of the run, and the files of its newest checkpoint."""
-    checkpoints = committed(folder / "checkpoints")
-    paths = [folder, folder / "checkpoints", folder / "lease", *(path for _, path in checkpoints)]
-    if checkpoints:
-        paths += [Path(entry.path) for entry in os.scandir(checkpoints[-1][1])]
+    saved = [path for *_, path in all_committed(folder / "checkpoints")]
+    paths = [folder, folder / "checkpoints", folder / "lease", *saved]
+    if saved:
+        paths += [Path(entry.path) for entry in os.scandir(saved[-1])]
     return [path for path in paths if path.exists()]
 
 
