@@ -170,6 +170,14 @@ def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
     )
 
 
+def run_folder(name: str) -> Path | None:
+    """The folder of a run given by path or by name."""
+    for path in (Path(name), Path("runs") / name):
+        if (path / "checkpoints").is_dir():
+            return path
+    return None
+
+
 def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[int, Path]]:
     """[(step, folder)] in numeric order of what was once committed and belongs to the run's current
     lineage, or to `lineage`. Raises UserError where the run's history is damaged.

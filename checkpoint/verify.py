@@ -10,8 +10,7 @@ import sys
 import time
 
 from checkpoint.choose import DEPTHS, unnamed, verify
-from checkpoint.list import run_folder
-from checkpoint.manifest import committed
+from checkpoint.manifest import committed, run_folder
 
 
 def main(arguments: list[str]) -> int:
