@@ -108,13 +108,18 @@ def slow_rank(monkeypatch, victim, gate):
 def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
     gate = threading.Event()
     slow_rank(monkeypatch, 1, gate)
+    wait = Saver._wait
+
+    def opening(saver):  # the first that waits lets it go on
+        gate.set()
+        return wait(saver)
+
+    monkeypatch.setattr(Saver, "_wait", opening)
 
     def action(saver, told, engine):
         assert saver.is_due(1)
         saver.save(1, HEALTH)
         saver.poll()
-        if saver.process.rank == 2:  # the others wait already, or will find it done
-            threading.Timer(0.2, gate.set).start()
         saver.save(2, HEALTH)
         assert saver.drain() is None
         return told
@@ -123,7 +128,7 @@ def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
         assert kinds(told) == [(1, True), (2, "save_waited"), (2, True)]
         assert told[1].facts["behind"] == 1
         assert told[1].facts["seconds"] > 0
-        assert told[2].stall_s >= told[1].facts["seconds"]
+        assert told[2].stall_s < told[2].seconds
     assert steps(tmp_path) == [1, 2]
 
 
@@ -139,6 +144,7 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
             saver.poll()
             saver.save(step, HEALTH)
         arrived.wait(LONG)
+        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
         gate.set()
         while saver.background.in_flight:
             saver.poll()
@@ -155,8 +161,8 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
             (1, "save_stuck"), (2, False), (3, False), (1, True), (4, True),
         ]  # fmt: skip
         left_out = next(news for news in told if isinstance(news, SaveReport))
-        stuck = "rank 1 (after checkpoint prepare)"
-        assert left_out.problem.startswith(f"that of step 1 is still being written by {stuck}")
+        assert left_out.problem.startswith("that of step 1 is still being written by rank")
+        assert "rank 1 (after checkpoint prepare)" in left_out.problem
     assert steps(tmp_path) == [1, 4]
     assert "rank 1: after checkpoint prepare" in capsys.readouterr().err
 
@@ -194,7 +200,8 @@ def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path,
             return saver.drain(), kinds(told)
 
     for problem, told in run_savers(tmp_path, ASYNC, action, monkeypatch):
-        assert problem.startswith("step 1 is still being written by rank 1 (after ")
+        assert problem.startswith("step 1 is still being written by rank")
+        assert "rank 1 (after checkpoint prepare)" in problem
         assert told == [(1, "save_stuck")]
     gate.set()
 
@@ -298,6 +305,6 @@ def test_an_automatic_interval_is_the_same_on_all_ranks_and_in_the_checkpoint(
     def resume(saver, told, engine):
         saver.go_on(states[1])
         after = states[1].saving["next"]
-        return [step for step in range(after - 20, after + 20) if saver.is_due(step)] == [after]
+        return saver.is_due(after) and not saver.is_due(after - 1)
 
     assert run_savers(tmp_path, words, resume, monkeypatch) == [True] * WORLD
