@@ -106,7 +106,7 @@ class Saver:
         """Whether a save follows update `step`; `is_asked` = the run ends early after it. A trial
         that saves nothing (no interval, `at_end` false) does not save then either."""
         if self.pace:
-            planned = step in (self.pace.next, self.last_step)
+            planned = step == self.last_step or step >= self.pace.next
         else:
             planned = due(step, self.wanted.interval, self.last_step)
         keeps = self.wanted.at_end or self.wanted.interval != 0
