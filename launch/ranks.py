@@ -143,6 +143,7 @@ class Ranks:
         self._asked_at = 0.0
         self._grace_s = limits.grace_s if limits else GRACE_S
         self._hurry = False
+        self._is_still = False
         self._hung: Hung | None = None
         # The signal for the stacks may wake a rank that then ends well: it hung all the same.
         self._blaming = threading.Lock()
@@ -173,6 +174,8 @@ class Ranks:
         except OSError:
             for process in self._processes:
                 process.kill()
+            if self._watch:
+                self._watch.close()
             raise
         for local, process in enumerate(self._processes):
             began = f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}"
@@ -193,6 +196,7 @@ class Ranks:
 
     def suspend(self, is_still: bool) -> None:
         """Let all ranks stand still, or go on. From a signal handler."""
+        self._is_still = is_still  # then silence says nothing
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGSTOP if is_still else signal.SIGCONT)
@@ -217,7 +221,7 @@ class Ranks:
                     signalled = self._asked
                     self._signal(signalled)
                     kill_at = now + self._patience_s()
-                if self._watch and now >= look_at and self._hung is None:
+                if self._watch and now >= look_at and not (self._hung or self._is_still):
                     look_at = now + LOOK_S
                     self._look()
                 failed = [end for end in self._ends if end.status != 0]
