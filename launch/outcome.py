@@ -79,6 +79,8 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
             return status
     if is_requeue(ends, stopped_by):
         return REQUEUE
+    if is_rewound(ends):
+        return REWOUND
     if stopped_by is not None:
         return 128 + stopped_by
     first = first_failure(ends)
@@ -103,6 +105,14 @@ def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
         end.status == REQUEUE or (end.was_stopped and end.phase in ("start", "load"))
         for end in ended
     )
+
+
+def is_rewound(ends: Sequence[End]) -> bool:
+    """Whether the first rank that ended left because the run was taken back: what ranks that lost
+    it say is then a consequence."""
+    first = min(ends, key=lambda end: (end.after_s, end.status != REWOUND), default=None)
+    bad = any(end.status in (DO_NOT_RETRY, REQUEUE) or end.hung for end in ends)
+    return first is not None and first.status == REWOUND and not bad
 
 
 def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:

@@ -33,6 +33,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
+KNOWN_S = 0.5  # where the first failure leaves no question
 GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not say
 # Before the first step there is nothing to save, and a rank may wait for others in C.
 START_GRACE_S, BEFORE = 10.0, ("start", "load")
@@ -117,6 +118,12 @@ class RunLogs:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
+
+
+def patience_s(first: End) -> float:
+    """How long the other ranks may go on after the first that failed."""
+    is_clear = first.is_lost or first.hung or first.status == -signal.SIGKILL
+    return KNOWN_S if is_clear else OTHERS_S
 
 
 class Ranks:
@@ -226,7 +233,7 @@ class Ranks:
                     self._look()
                 failed = [end for end in self._ends if end.status != 0]
                 if failed and kill_at is None:
-                    kill_at = now + OTHERS_S
+                    kill_at = now + patience_s(failed[0])
                 if self._hurry or (kill_at is not None and now >= kill_at):
                     self._signal(signal.SIGKILL)
                     kill_at, self._hurry = now + 1, False

@@ -193,6 +193,8 @@ def test_causes():
         ([End(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
         ([End(0, 75, 1.0), End(1, 75, 1.0)], signal.SIGTERM, "preempted"),
         ([End(0, 76, 1.0), End(1, 76, 1.0)], None, "rewound"),
+        ([End(0, 76, 1.0), End(1, 1, 1.1)], None, "rewound"),
+        ([End(0, 76, 1.1), End(1, 1, 1.0)], None, "failed"),
         ([End(0, 1, 1.0), End(1, 1, 1.1, is_lost=True)], None, "lost_host"),
         ([End(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
         ([End(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
