@@ -417,10 +417,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Watch:
-    """How long a rank may be silent before it counts as hung and the life is ended; 0 = for ever.
-
-    Far beyond what any healthy run shows. Needs the launcher (`make pretrain`).
-    """
+    """Seconds that a rank may be silent before its life is ended as hung; 0 = for ever."""
 
     start_s: int = knob(3600, "from the start of the process, and in its first steps", low=0)
     load_s: int = knob(3600, "while a checkpoint is loaded", low=0)
