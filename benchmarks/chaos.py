@@ -7,8 +7,9 @@
 
 A fault strikes once the run has done some steps past a checkpoint. The one rule: after every fault
 the weights of the last step are those of the run that nothing disturbed, bit for bit. The limit of
-a row is torchrun's own time for that fault, measured apart on such a bed, plus this run's own start
-and 5 s; on a busy machine all but torchrun's time stretch. Needs root. Units: seconds, steps.
+a row is torchrun's own time for that fault, measured apart on such a bed, plus what this very start
+took (imports, joining, the first step) and 5 s; on a busy machine all but torchrun's time stretch.
+Needs root. Units: seconds, steps.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ def judge(row: Row, run: Path, struck: float, straight: dict[str, bytes]) -> Non
     row.limit_s = (
         row.fault.torchrun_s
         + 5
-        + sum(first["seconds"].get(part, 0) for part in ("start", "first_step"))
+        + sum(second["seconds"].get(part, 0) for part in ("start", "load", "first_step"))
     )
     assert first["cause"] == row.fault.cause, first
     assert row.fault.host in (None, first["host"]), first

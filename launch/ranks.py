@@ -33,6 +33,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
+KNOWN_S = 0.5  # where the first failure leaves no question
 GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not say
 # Before the first step there is nothing to save, and a rank may wait for others in C.
 START_GRACE_S, BEFORE = 10.0, ("start", "load")
@@ -119,6 +120,12 @@ class RunLogs:
         return found.st_ino, found.st_mtime_ns
 
 
+def patience_s(first: End) -> float:
+    """How long the other ranks may go on after the first that failed."""
+    is_clear = first.is_lost or first.hung or first.status == -signal.SIGKILL
+    return KNOWN_S if is_clear else OTHERS_S
+
+
 class Ranks:
     """The ranks of this host. `show` gets their output, `ended` each end, both from threads.
 
@@ -143,6 +150,7 @@ class Ranks:
         self._asked_at = 0.0
         self._grace_s = limits.grace_s if limits else GRACE_S
         self._hurry = False
+        self._is_still = False
         self._hung: Hung | None = None
         # The signal for the stacks may wake a rank that then ends well: it hung all the same.
         self._blaming = threading.Lock()
@@ -173,6 +181,8 @@ class Ranks:
         except OSError:
             for process in self._processes:
                 process.kill()
+            if self._watch:
+                self._watch.close()
             raise
         for local, process in enumerate(self._processes):
             began = f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}"
@@ -193,6 +203,7 @@ class Ranks:
 
     def suspend(self, is_still: bool) -> None:
         """Let all ranks stand still, or go on. From a signal handler."""
+        self._is_still = is_still  # then silence says nothing
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGSTOP if is_still else signal.SIGCONT)
@@ -217,12 +228,12 @@ class Ranks:
                     signalled = self._asked
                     self._signal(signalled)
                     kill_at = now + self._patience_s()
-                if self._watch and now >= look_at and self._hung is None:
+                if self._watch and now >= look_at and not (self._hung or self._is_still):
                     look_at = now + LOOK_S
                     self._look()
                 failed = [end for end in self._ends if end.status != 0]
                 if failed and kill_at is None:
-                    kill_at = now + OTHERS_S
+                    kill_at = now + patience_s(failed[0])
                 if self._hurry or (kill_at is not None and now >= kill_at):
                     self._signal(signal.SIGKILL)
                     kill_at, self._hurry = now + 1, False

@@ -24,7 +24,7 @@ from launch import agent, network
 from launch.cluster import Cluster
 from launch.outcome import End, first_failure
 from launch.preflight import Plan
-from launch.ranks import AGAIN_S, OTHERS_S, Ranks, RunLogs
+from launch.ranks import AGAIN_S, Ranks, RunLogs, patience_s
 from launch.screen import Screen
 from recipes.schema import Watch
 
@@ -151,7 +151,7 @@ def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, aske
             was_stopped = end.was_stopped or kill_at == float("inf")
             ends.append(replace(end, was_stopped=was_stopped))
             if end.status != 0 and kill_at is None:
-                kill_at = time.monotonic() + OTHERS_S
+                kill_at = time.monotonic() + patience_s(end)
     asked.then_nothing()
     return Lived.of(ends, began, began_unix_s)
 

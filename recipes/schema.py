@@ -316,28 +316,16 @@ class Restart:
 
 @dataclass(frozen=True)
 class Watch:
-    """How long a rank may be silent before it counts as hung and the life is ended; 0 = for ever.
+    """Seconds that a rank may be silent before its life is ended as hung; 0 = for ever."""
 
-    Far beyond what any healthy run shows. Needs the launcher (`make pretrain`).
-    """
-
-    start_s: int = knob(
-        3600, "from the start of the process, and in its first steps", unit="seconds", low=0
-    )
-    load_s: int = knob(3600, "while a checkpoint is loaded", unit="seconds", low=0)
-    step_s: int = knob(
-        240,
-        "in a step, or step_factor times the usual step where that is longer",
-        unit="seconds",
-        low=0,
-    )
+    start_s: int = knob(3600, "from the start of the process, and in its first steps", low=0)
+    load_s: int = knob(3600, "while a checkpoint is loaded", low=0)
+    step_s: int = knob(240, "in a step, or step_factor usual ones where that is longer", low=0)
     step_factor: float = knob(10.0, "see step_s", low=1)
-    evaluate_s: int = knob(1800, "in an evaluation", unit="seconds", low=0)
-    save_s: int = knob(1800, "in a save", unit="seconds", low=0)
-    end_s: int = knob(1800, "after the last step", unit="seconds", low=0)
-    grace_s: int = knob(
-        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", unit="seconds", low=1
-    )
+    evaluate_s: int = knob(1800, "in an evaluation", low=0)
+    save_s: int = knob(1800, "in a save", low=0)
+    end_s: int = knob(1800, "after the last step", low=0)
+    grace_s: int = knob(300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1)
 
 
 @dataclass(frozen=True)

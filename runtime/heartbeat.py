@@ -64,7 +64,8 @@ class Heart:
         self._parts = self._parts if parts is None else parts
         if self._file is not None:
             line = f"{self._rank} {phase} {self._step} {self._now():.3f} {self._parts}"
-            os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # a beat that is lost ends no run
+                os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
         if self._shown is not None:
             self._show()
 

@@ -53,6 +53,7 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
+        self._first_step: int | None = None  # of this life
         records.repair(self.folder / records.EVENTS, say)
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
@@ -68,8 +69,6 @@ class MetricsWriter:
             **launch,
         )
         self.resume(after_step)
-        if self._events is not None and after_step:
-            self._events.scalars(after_step, goodput.series(self.folder))
 
     def resume(self, after_step: int) -> None:
         """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
@@ -183,11 +182,14 @@ class MetricsWriter:
             line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
-        if times.is_first:
-            self.event("first_step", step=step)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)
+        if times.is_first:
+            self._first_step = step
+            self.event("first_step", step=step)
+            if self._events is not None:
+                self._events.scalars(step, goodput.series(self.folder))
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -213,7 +215,8 @@ class MetricsWriter:
         result = summary(self.folder, self.segment)
         if self._events is not None:
             step = result["last_step"] or self._after_step
-            self._events.scalars(step, goodput.series(self.folder))
+            if step != self._first_step:  # which has its point already
+                self._events.scalars(step, goodput.series(self.folder))
             self._events.results(step, result)
             self._events.end_session(is_success)
         self.close()
