@@ -193,7 +193,6 @@ def restore(run: Run) -> None:
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
-    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
