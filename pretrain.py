@@ -17,15 +17,17 @@ good: trying again would not help; 130 Ctrl-C, saved (runtime.requests).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
-from checkpoint.comm import Ranks
+from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.lease import Lease
+from checkpoint.lineage import read
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -39,7 +41,7 @@ from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import Recipe, Shared, UserError
-from runtime import process, run_folder
+from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
@@ -50,7 +52,7 @@ from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, read_state, standing
+from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
@@ -89,7 +91,7 @@ class Run:
     process: process.Process
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
-    lock: Any  # held as long as the run lives
+    lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
@@ -114,40 +116,43 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
-    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
-        return None
-    origin, notes = origin_of(recipe, stands.step, stream)
+    stands = None
+    if process.launched_rank() == 0:  # a network file system may show the others something older
+        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
+    stands = broadcast(ranks, stands, "where the run stands")
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step, settled.total_steps)
+        return None
+    origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
-    documents = description(recipe, settled, me)
-    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    documents = description(recipe, settled)
+    lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     if me.is_first:
         HEART.show_in(folder)
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
         None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
+    saver.segment = enter_segment(run)
     return run
 
 
@@ -180,12 +185,15 @@ def restore(run: Run) -> None:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
+        past = read(run.folder)
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
+    run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
+    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
@@ -193,15 +201,27 @@ def restore(run: Run) -> None:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
 
 
+def enter_segment(run: Run) -> int:
+    """The segment of the history that this life goes on in, the same on all ranks; a collective."""
+    number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
+    return run.ranks.exchange(number, "segment")[0]
+
+
 def train(run: Run) -> int:
     """The loop, and the cause on record where it does not reach its end; the exit status."""
     record = open_record(run) if run.process.is_first else None
+    if record:
+        run.saver.tell = record.tell
     try:
-        return loop(run, record)
+        with run.saver:  # what is in flight ends first
+            return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
         raise
+    finally:
+        if run.lease:
+            run.lease.release()
 
 
 def loop(run: Run, record: Record | None) -> int:
@@ -251,9 +271,12 @@ def loop(run: Run, record: Record | None) -> int:
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
+                run.saver.evaluated = (step, val_loss)
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
+            if run.lease:
+                run.lease.confirm()  # before this step goes on record
             collector.add(data)
             if data.is_update:
                 skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
@@ -268,6 +291,7 @@ def loop(run: Run, record: Record | None) -> int:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
             ending = REQUESTS.answer(step == last_step)
+            run.saver.poll()
             is_saved = run.saver.is_due(step, ending is not None and ending.saves)
             if is_stuck or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
@@ -282,21 +306,20 @@ def loop(run: Run, record: Record | None) -> int:
             if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    report = run.saver.save(step, health)
-                if record:
-                    record.saved(report)
+                    run.saver.save(step, health)
             if ending:
                 break
     HEART.beat("end")
+    unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         cause = ending.cause if ending else "finished"
-        record.close(cause, step=step, is_saved=is_saved and report.ok, peak_memory_gib=peaks)
+        record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
         REQUESTS.done()
     if ending:
         return ending.status
-    if is_saved and not report.ok:
-        raise Shared(f"the last step was not saved: {report.problem}")
+    if is_saved and unsaved:
+        raise Shared(f"the last step was not saved: {unsaved}")
     return FINISHED
 
 
@@ -324,13 +347,12 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[str, str | dict]:
+def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
         "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
-        "environment.json": run_folder.environment(ROOT, me.device),
     }
 
 
@@ -341,17 +363,27 @@ def open_record(run: Run) -> Record:
         run.recipe,
         run.settled,
         run.process,
-        Ledger(run.folder / "ledger", run.after_step),
+        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
         run.stream.tokens_after,
         run.after_step,
+        run.saver.segment,
     )
-    history.begin(run.folder, run.origin)
+    record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
+
+
+def record_conditions(run: Run) -> None:
+    """Under which conditions this life trains, in environment.json."""
+    conditions = environment.environment(ROOT, run.process.device) | {
+        "layout": run.settled.layout.as_dict(),
+        "recipe": dataclasses.asdict(run.recipe),
+    }
+    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
 
 
 def banner(run: Run) -> list[str]:
@@ -369,6 +401,7 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 

@@ -47,9 +47,10 @@ from runtime.book import Book
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.requests import REQUESTS, AskedEarly, forget
-from runtime.resuming import standing
+from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
+from runtime.trust import keep_to_owner
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
@@ -59,6 +60,7 @@ CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
+    keep_to_owner()
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
@@ -249,9 +251,8 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     folder = ROOT / "runs" / recipe.run
     if not is_running:  # the supervisor's own last life may be ending
         refuse_busy(folder)
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)

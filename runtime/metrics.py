@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint.lineage import lineage_of
 from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -79,8 +80,12 @@ class MetricsWriter:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [line for line in read_metrics(path) if line["step"] <= after_step]
-        self._skipped_steps = before[-1]["skipped_steps"] if before else 0
+        before = [
+            line for line in lineage_of(self.folder).own(read_metrics(path))
+            if line["step"] <= after_step
+        ]  # fmt: skip
+        last = max(before, key=lambda line: line["step"], default={})
+        self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
@@ -189,6 +194,7 @@ class MetricsWriter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, life=self.life, **fields)
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
