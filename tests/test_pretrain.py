@@ -38,6 +38,7 @@ def pair(clone) -> Path:
 def test_a_run_leaves_the_folder_that_is_promised(pair):
     names = {path.name for path in pair.iterdir()}
     assert names == {
+        ".beat",
         ".lock",
         "recipe.yaml",
         "layout.json",
