@@ -110,7 +110,8 @@ def twins(corpora: Mapping[str, Corpus]) -> list[str]:
     seen, warnings = {}, {}
     for uid, corpus in corpora.items():
         for shard in corpus.manifest["splits"]["train"]:
-            other = seen.setdefault((shard["bin_xxh3"], shard["idx_xxh3"]), uid)
+            key = shard["bin_xxh3"] or (uid, shard["name"]), shard["idx_xxh3"]  # None: not known
+            other = seen.setdefault(key, uid)
             if other != uid and shard["tokens"]:
                 warnings.setdefault((other, uid), []).append(shard["tokens"])
     return [
