@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -30,11 +31,12 @@ from data.indexed import CODES, token_dtype
 from data.linking import Facts, link, link_unread, why_not
 from data.publish import INPUTS, file_hash, write_lines
 from data.report import report_lines
+from data.rewriting import Places, rewrite
 from data.settings import knob_lines, read_words
-from data.shardfile import ShardWriter, sync_folder
+from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
-from data.writer import SHARD_BYTES, hash_limit
+from data.writer import hash_limit
 from recipes.schema import UserError, split_words
 
 NOT_READ = (
@@ -55,7 +57,16 @@ class ImportSettings:
     dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
     valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
     valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
+    split: str | None = field(
+        default=None,
+        metadata={"meaning": "969,30,1: of each file's documents, in order: train, valid, neither"},
+    )
     copy: bool = field(default=False, metadata={"meaning": "true: copy also what could be linked"})
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the documents of one file go to several splits."""
+        return bool(self.valid or self.split)
 
 
 def import_corpus(
@@ -106,7 +117,7 @@ class _Ids:
 def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool) -> dict:
     every = [one for some in found.values() for one in some]
     types = {one.dtype for one in every}
-    is_ours = len(types) == 1 and types <= set(CODES) and not settings.valid
+    is_ours = len(types) == 1 and types <= set(CODES) and not settings.cuts
     dtype = types.pop() if is_ours else token_dtype(ids.vocab_size)
     if is_quick:
         _refuse_to_read(every, dtype, settings)
@@ -117,14 +128,15 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
     with progress_bar("importing", total) as bar:
         for split, some in found.items():
             for one in some:
-                as_is = not (settings.copy or settings.valid or why_not(one, dtype))
+                as_is = not (settings.copy or settings.cuts or why_not(one, dtype))
                 if as_is:
                     prefix, take = work / next(names_of[split]), link_unread if is_quick else link
                     shards.setdefault(split, []).append(take(one, prefix, facts, bar.update))
                 else:
                     anew += 1
-                    places = _Places(work, dtype, ids.eod_id, names_of, shards)
-                    _rewrite(one, split, places, settings, ids.vocab_size, facts, bar.update)
+                    places = Places(work, dtype, ids.eod_id, names_of, shards)
+                    cut = settings.split or settings.valid
+                    rewrite(one, split, places, cut, ids.vocab_size, facts, bar.update)
                 inputs.append(
                     {
                         "name": one.path.name,
@@ -148,6 +160,10 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
             f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
             f"{ids.eod_id}; where they end is known from the index"
         )
+    kept = sum(shard["documents"] for some in shards.values() for shard in some)
+    left_out = facts.documents - kept
+    if left_out:
+        say(f"{left_out:,} of {facts.documents:,} documents are left out: split={settings.split}")
     is_as_found = is_quick or facts.not_ended > 0
     fields = {
         "name": "imported",
@@ -157,12 +173,10 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
         "eod_id": ids.eod_id,
         "eod_policy": "as found" if is_as_found else "append",
         "splits": shards,
-        "held_out": {
-            "rule": "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own",
-            "share": settings.valid,
-        },
+        "held_out": {"rule": _rule(settings), "share": settings.valid},
         "counts": {"documents": facts.documents}
-        | ({} if is_quick else {"documents_without_end": facts.not_ended}),
+        | ({} if is_quick else {"documents_without_end": facts.not_ended})
+        | ({"documents_left_out": left_out} if left_out else {}),
         "input_files": {
             "file": INPUTS,
             "xxh3": write_lines(work / INPUTS, (json.dumps(one) for one in inputs)),
@@ -189,7 +203,7 @@ def _with_tokenizer(work: Path, tokenizer: TextTokenizer | None) -> dict:
 def _refuse_to_read(every: list[Foreign], dtype: np.dtype, settings: ImportSettings) -> None:
     problems = [
         f"QUICK=1: {knob} would read every token; leave one of the two out"
-        for knob in ("valid", "copy")
+        for knob in ("valid", "split", "copy")
         if getattr(settings, knob)
     ]
     problems += [
@@ -209,7 +223,7 @@ def _names(split: str) -> Iterator[str]:
 
 
 def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[int, int]:
-    problems = []
+    problems = list(_split_problems(settings.split))
     if tokenizer is None and (settings.vocab_size is None or settings.eod_id is None):
         problems.append(
             "TOKENIZER= is not given: name the tokenizer that made the ids, or give both "
@@ -221,8 +235,8 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         )
     if settings.dtype not in (None, *TYPES):
         problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
-    if settings.valid and settings.valid_in:
-        problems.append("valid= and valid_in=: give one of them")
+    if sum(map(bool, (settings.valid, settings.valid_in, settings.split))) > 1:
+        problems.append("valid=, valid_in= and split=: give one of them")
     try:
         hash_limit(settings.valid)
     except UserError as error:
@@ -233,55 +247,23 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
     return vocab_size, tokenizer.eod_id if tokenizer else settings.eod_id
 
 
-@dataclass
-class _Places:
-    """Where shards that are written anew go."""
-
-    folder: Path
-    dtype: np.dtype
-    eod_id: int
-    names: dict[str, Iterator[str]]
-    shards: dict[str, list[dict]]
-
-    def open(self, split: str) -> ShardWriter:
-        return ShardWriter(self.folder / next(self.names[split]), self.dtype, self.eod_id)
+def _split_problems(split: str | None) -> list[str]:
+    shares = [] if split is None else split.split(",")
+    if split is None or (
+        len(shares) in (2, 3) and all(map(_is_share, shares)) and float(shares[0])
+    ):
+        return []
+    return [f"split={split}: expected shares for train, valid and neither, such as 969,30,1"]
 
 
-def _rewrite(one: Foreign, split, places: _Places, settings, vocab_size, facts, advance) -> None:
-    """Write the documents of a file into shards of our own; a shard ends with the chunk that fills
-    it.
-    """
-    writers: dict[str, ShardWriter] = {}
-    limit, own = hash_limit(settings.valid), Facts()
-    for ids, lengths in one.chunks():
-        own.add(ids, lengths, one.eod_id)
-        if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
-            found = own.max_id if own.max_id >= vocab_size else own.min_id
-            raise UserError(
-                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name the "
-                "tokenizer that made it, or its vocab_size"
-            )
-        for side, mine in _sides(ids, lengths, split, limit):
-            writer = writers.get(side) or writers.setdefault(side, places.open(side))
-            writer.add_many(ids[np.repeat(mine, lengths)] if not mine.all() else ids, lengths[mine])
-            if writer.num_tokens * places.dtype.itemsize >= SHARD_BYTES:
-                places.shards.setdefault(side, []).append(writers.pop(side).close())
-        advance(ids.nbytes)
-    for side, writer in writers.items():
-        places.shards.setdefault(side, []).append(writer.close())
-    facts.merge(own)
+def _is_share(text: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d+)?", text) is not None
 
 
-def _sides(ids, lengths, split: str, limit: int) -> Iterator[tuple[str, np.ndarray]]:
-    if not limit:
-        yield split, np.ones(len(lengths), dtype=bool)
-        return
-    documents = np.split(ids.astype("<i4"), np.cumsum(lengths)[:-1])
-    hashes = np.array([xxhash.xxh3_64_intdigest(one.data) for one in documents], dtype=np.uint64)
-    held = hashes < np.uint64(limit)
-    for side, mine in (("train", ~held), ("valid", held)):
-        if mine.any():
-            yield side, mine
+def _rule(settings: ImportSettings) -> str:
+    if settings.split:
+        return f"of each file's documents in order, split={settings.split}; texts are not compared"
+    return "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own"
 
 
 def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> None:
@@ -293,8 +275,10 @@ def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> N
             f"IN: holds the ids {facts.min_id} to {facts.max_id}, expected 0 to {vocab_size - 1}; "
             "name the tokenizer that made them, or their vocab_size"
         )
-    if settings.valid and not shards.get("valid"):
-        problems.append(f"valid={settings.valid}: no document is held out; hold out more")
+    wants = settings.valid or (settings.split and float(settings.split.split(",")[1]))
+    if wants and not shards.get("valid"):
+        knob = f"valid={settings.valid}" if settings.valid else f"split={settings.split}"
+        problems.append(f"{knob}: no document is held out; hold out more")
     if problems:
         raise UserError(*problems)
 

@@ -295,6 +295,33 @@ def test_a_quick_import_refuses_what_must_be_read(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_contiguous_shares_of_each_file_as_megatron_cuts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.foreign.CHUNK_TOKENS", 20)
+    for name, first in (("a", 0), ("b", 500)):
+        documents = [[1 + first + number, 0] for number in range(125)]
+        megatron(tmp_path / "in", documents=documents, name=name)
+    said = []
+    manifest = bring(tmp_path / "in", tmp_path / "c", "split=969,30,1", say=said.append)
+    # 125 documents: Megatron's int(round(0.969 * 125)) = 121, int(round(0.999 * 125)) = 125
+    assert tokens_of(tmp_path / "c", "valid") == [
+        [1 + first + number, 0] for first in (0, 500) for number in range(121, 125)
+    ]
+    assert len(tokens_of(tmp_path / "c")) == 2 * 121
+    assert manifest["counts"] == {"documents": 250, "documents_without_end": 0}
+    manifest = bring(tmp_path / "in", tmp_path / "d", "split=8,1,1", say=said.append)
+    assert manifest["counts"]["documents_left_out"] == 2 * 13
+    assert len(tokens_of(tmp_path / "d", "valid")) == 2 * 12
+    assert any("26 of 250 documents are left out: split=8,1,1" in text for text in said)
+    for split in ("969", "0,1", "a,b", "1,-1", "1,2,3,4"):
+        with pytest.raises(UserError, match=f"split={split}: expected shares"):
+            bring(tmp_path / "in", tmp_path / "e", f"split={split}")
+    with pytest.raises(UserError, match="split=1000,1: no document is held out"):
+        bring(tmp_path / "in", tmp_path / "e", "split=1000,1")
+    np.array(FLAT, dtype="<u2").tofile(tmp_path / "flat.npy")
+    with pytest.raises(UserError, match=r"flat.npy: has no index .* split= cannot cut it"):
+        bring(tmp_path / "flat.npy", tmp_path / "e", "split=9,1", "dtype=uint16")
+
+
 MEGATRON = """
 import sys, warnings
 warnings.simplefilter("ignore")
