@@ -8,6 +8,7 @@ one output is a new version, and the old one stays.
 
     "order1|run seed|uid|epoch" --xxh3-64--> seed --SplitMix64--> 6 round keys
     index --Feistel with the keys--> window
+    output 7 of the same stream --> where the windows of the epoch begin, if they are shifted
 
 Units: draws, epochs and windows are counts from 0. Arrays are int64 outside and uint64 inside.
 """
@@ -38,13 +39,15 @@ class Order:
 
     `uids` names the sources, `num_windows` holds the size of each; both follow the caller's
     numbering of sources. A source's order depends on its own uid, its size and the run's seed,
-    never on its neighbours.
+    never on its neighbours. Where `num_shifts` is more than 1, each epoch has a shift below it.
     """
 
-    def __init__(self, run_seed: int, uids: Sequence[str], num_windows: Sequence[int]):
+    def __init__(
+        self, run_seed: int, uids: Sequence[str], num_windows: Sequence[int], num_shifts: int = 1
+    ):
         assert len(uids) == len(num_windows)
         assert all(n >= 1 for n in num_windows)
-        self.run_seed = run_seed
+        self.run_seed, self.num_shifts = run_seed, num_shifts
         self.uids = tuple(uids)
         self.num_windows = np.array(num_windows, dtype=np.int64)
         self._half = np.array([half_bits(n) for n in num_windows], dtype=np.uint64)
@@ -68,6 +71,18 @@ class Order:
         keys = self._keys_of(source, epoch)
         index = _walk(window, size, self._half[source], keys, inverse=True)
         return epoch * size + index.astype(np.int64)
+
+    def shifts(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        """Where the first window of an epoch of a source begins; all arrays (n,) int64."""
+        if self.num_shifts == 1:
+            return np.zeros_like(epoch)
+        pairs, which = np.unique(epoch * len(self.uids) + source, return_inverse=True)
+        found = np.zeros(len(pairs), dtype=np.int64)
+        for place, pair in enumerate(pairs.tolist()):
+            past, number = divmod(pair, len(self.uids))
+            seed = order_seed(self.run_seed, self.uids[number], past)
+            found[place] = int(splitmix64(seed, NUM_ROUNDS + 1)[0]) * self.num_shifts >> 64
+        return found[which]
 
     def _keys_of(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         pair = epoch * len(self.uids) + source
