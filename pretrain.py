@@ -16,7 +16,6 @@ Exit status: 0 finished; 93 refused, or stopped for good: trying again would not
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,36 +23,36 @@ from typing import Any
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
-from checkpoint.choose import Keep, set_aside
+from checkpoint.choose import set_aside
 from checkpoint.comm import Ranks
-from checkpoint.commit import SaveReport, due, save
+from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
-from checkpoint.state import RunState, random_states, restore_random_states
-from checkpoint.weights import check_fit, check_names, weights_from
+from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
-from data.tokenizer import load_tokenizer
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
-from recipes.schema import Recipe, UserError
+from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
+from recipes.schema import Recipe, Shared, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
-from runtime.engine import Draw, Engine, build, decoder_config, initial, untrained
+from runtime.engine import Engine, build, decoder_config, initial, untrained
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.resuming import compare, read_state, standing
+from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
-FAILED, DO_NOT_RETRY, INTERRUPTED = 1, 93, 130
+INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
@@ -73,7 +72,7 @@ def main(arguments: list[str]) -> int:
         return INTERRUPTED
     finally:
         process.finish()
-    return 0
+    return FINISHED
 
 
 @dataclass
@@ -90,6 +89,7 @@ class Run:
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
     lock: Any  # held as long as the run lives
+    saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
     changes: list[Change]
@@ -124,21 +124,24 @@ def prepare(arguments: list[str]) -> Run | None:
     if stands.step >= settled.last_step:
         say_finished(recipe, stands.step, settled.total_steps)
         return None
-    draw, origin, notes = starting_weights(recipe, stands.step, stream)
+    origin, notes = origin_of(recipe, stands.step, stream)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
-    one_origin(ranks, recipe, origin)
+    label = origin.label if origin else None
+    same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled, me)
     lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock,
-        None, origin, stands.changes, [*warnings, *notes], counter,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
@@ -157,56 +160,14 @@ def say_finished(recipe: Recipe, step: int, total_steps: int) -> None:
         )
 
 
-def starting_weights(
-    recipe: Recipe, step: int, stream: Stream
-) -> tuple[Draw | None, str | None, list[str]]:
-    """Where the weights come from: how to draw them, the exact origin, notes. A checkpoint of this
-    run, else `init_from`, else chance."""
-    if step:
-        if recipe.init_from is None:
-            return None, None, []
-        return None, None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
+def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None, list[str]]:
+    """Where the weights of a new run come from, None = chance; and what is to be said of it."""
     if recipe.init_from is None:
-        return initial, None, []
-    weights = weights_from(str(ROOT / recipe.init_from))
-    own = (ROOT / "runs" / recipe.run).resolve()
-    if recipe.resume == "fresh" and weights.folder.resolve().is_relative_to(own):
-        raise UserError(
-            f"init_from={recipe.init_from} lies in the folder that resume=fresh sets aside; choose"
-            f" another name (run={recipe.run}-2)"
-        )
-    check_fit(weights, recipe.model)
-    check_names(weights, decoder_config(recipe))
-    if weights.tokenizer is not None:
-        check_tokenizer(ROOT / weights.tokenizer, stream)
-
-    def draw(name, shape, seed, config, rows):
-        return weights.read_rows(name, rows.start, rows.stop)
-
-    origin = weights.label.removeprefix(f"{ROOT}/")
-    return draw, origin, [f"weights from {origin}; optimizer, schedule and data start anew"]
-
-
-def one_origin(ranks: Ranks, recipe: Recipe, origin: str | None) -> None:
-    """Raise UserError where the ranks chose different weights; a collective."""
-    found = sorted({str(one) for one in ranks.exchange(origin, "init_from")})
-    if len(found) > 1:
-        raise process.Shared(
-            f"init_from={recipe.init_from}: the ranks found {' and '.join(found)}, because that run"
-            " is training; name the step"
-        )
-
-
-def check_tokenizer(folder: Path, stream: Stream) -> None:
-    """Raise UserError where the corpus was not made with the tokenizer that weights belong to."""
-    found = load_tokenizer(folder).fingerprint()
-    for uid, corpus in zip(stream.uids, stream.corpora, strict=True):
-        if corpus.tokenizer_fingerprint not in (None, found):
-            raise UserError(
-                f"init_from: the weights were trained with the tokenizer in {folder}"
-                f" ({found[:16]}), data.sources.{uid} was made with another one"
-                f" ({corpus.tokenizer_fingerprint[:16]}); tokenize the text with that tokenizer"
-            )
+        return None, []
+    if step:
+        return None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
+    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream)
+    return origin, [f"weights from {origin.label}; optimizer, schedule and data start anew"]
 
 
 def restore(run: Run) -> None:
@@ -217,7 +178,7 @@ def restore(run: Run) -> None:
         # The manifest that was looked at before may not be the one that was whole.
         run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
     except UserError as error:
-        raise process.Shared(*error.problems) from None
+        raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.engine.after_load(state.optimizer_step)
@@ -253,7 +214,6 @@ def loop(run: Run, record: Record | None) -> None:
     )
     late: Finished | None = None
     profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
-    last_save = last_step if recipe.checkpoint.at_end else 0
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -299,7 +259,7 @@ def loop(run: Run, record: Record | None) -> None:
                 if data.quarantined:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            is_saved = due(step, recipe.checkpoint.interval, last_save)
+            is_saved = run.saver.is_due(step)
             if is_stuck or is_saved or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
@@ -309,45 +269,18 @@ def loop(run: Run, record: Record | None) -> None:
             if is_stuck:
                 if record:
                     record.close("stopped")
-                raise process.Shared(stopped_by_skips(run, step, skips_in_a_row))
+                raise Shared(stopped_by_skips(run, step, skips_in_a_row))
             if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    report = save_checkpoint(run, step, health)
+                    report = run.saver.save(step, health)
                 if record:
                     record.saved(report)
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         record.close("finished", peak_memory_gib=peaks)
     if is_saved and not report.ok:
-        raise process.Shared(f"the last step was not saved: {report.problem}")
-
-
-def save_checkpoint(run: Run, step: int, health: dict[str, int]) -> SaveReport:
-    """Save the state after update `step`; a collective."""
-    recipe, wanted = run.recipe, run.recipe.checkpoint
-    counted = run.engine.optimizer_step()
-    state = RunState(
-        step=step,
-        tokens=run.stream.tokens_after(step),
-        optimizer_step=step - health["skipped_steps"] if counted is None else counted,
-        seed=recipe.seed,
-        recipe=dataclasses.asdict(recipe),
-        data=run.stream.state() | {"past": run.stream.past(step)},
-        layout=run.settled.layout.as_dict(),
-        versions=run_folder.versions(),
-        health=health,
-    )
-    return save(
-        run.folder,
-        step,
-        run.engine.fragments(),
-        state.as_dict(),
-        run.ranks,
-        local={"random": random_states(run.process.device)},
-        keep=Keep(newest=wanted.keep, every=wanted.keep_every),
-        verify=wanted.verify,
-    )
+        raise Shared(f"the last step was not saved: {report.problem}")
 
 
 def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:

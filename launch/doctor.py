@@ -21,9 +21,9 @@ from launch.environment import passed
 from launch.hostfile import MOST_SLOTS, Host, ranks_per_host
 from launch.judge import Need, cards_of
 from launch.link_speeds import slow_links
-from launch.outcome import DO_NOT_RETRY
 from launch.place import ROOT, add_place, read_place
 from launch.preflight import Inspection, Plan, preflight, wanted_port
+from recipes.exits import DO_NOT_RETRY
 from recipes.schema import UserError, read_ranks
 
 RESULT = ".cache/links.json"

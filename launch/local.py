@@ -31,6 +31,7 @@ from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, preflight, wanted_port
 from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
+from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
@@ -39,7 +40,6 @@ from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
 ROOT = Path(__file__).resolve().parent.parent
-FAILED = 1
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

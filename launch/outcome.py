@@ -14,7 +14,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-REQUEUE, DO_NOT_RETRY = 75, 93
+from recipes.exits import DO_NOT_RETRY, REQUEUE
+
 # A killed rank is the cause even where the news of a rank that missed it came first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40

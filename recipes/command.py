@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from recipes.exits import DO_NOT_RETRY
 from recipes.schema import UserError, split_words
-
-REFUSED = 93  # exit status: asking again would not help
 
 
 def add_words(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
@@ -29,4 +28,4 @@ def refuse(error: UserError) -> int:
     """Print every problem; returns the exit status."""
     for problem in error.problems:
         print(f"refused: {problem}", file=sys.stderr)
-    return REFUSED
+    return DO_NOT_RETRY

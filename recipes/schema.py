@@ -46,6 +46,10 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class Shared(UserError):
+    """A UserError that every rank raises alike; one of them prints it."""
+
+
 def as_int(value: Any) -> int:
     """A whole number as an exact int: 8, 5e8, "8" and "5e8" are; 1.5, true and nan are not.
 

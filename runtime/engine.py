@@ -33,10 +33,10 @@ from model.init import initial_weight as initial
 from parallel import tensor
 from parallel.layout import Layout
 from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Shared
 from runtime.engine_weights import Draw, fill_owned
 from runtime.optimizer import build_optimizer
-from runtime.process import Process, Shared
+from runtime.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # ZeRO++; on the CPU one fails at start and the other in the first backward.

@@ -23,11 +23,11 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from model.decoder import compile_blocks
 from parallel.mesh import Mesh
 from parallel.pipeline import Stage
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Shared
 from runtime import engine as plain
 from runtime.engine_weights import Draw, fill_owned
 from runtime.optimizer import build_optimizer
-from runtime.process import Process, Shared
+from runtime.process import Process
 
 
 class PipelineEngine(plain.Engine):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_command
 
-from recipes.schema import Cluster, UserError
+from recipes.schema import Cluster, Shared, UserError
 from runtime import process
 
 LAUNCHER_VARIABLES = (
@@ -100,7 +100,7 @@ def test_a_problem_is_printed_once_where_all_ranks_share_it(monkeypatch, capsys)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         process.report(UserError("one", "two"))
-        process.report(process.Shared("three"))
+        process.report(Shared("three"))
     assert capsys.readouterr().err.splitlines() == [
         "refused: one",
         "refused: two",
@@ -120,6 +120,7 @@ def test_leaving_flushes_what_was_said_and_skips_the_interpreters_shutdown():
 def test_a_problem_that_only_a_later_rank_of_a_host_has_is_printed(monkeypatch, capsys):
     for name, value in {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process, "FIRST_SAYS_S", 0.2)
     process.report(UserError("only here"))
     assert capsys.readouterr().err == "refused: rank 2: only here\n"
 

@@ -15,9 +15,9 @@ from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.index import Fragment
 from checkpoint.manifest import committed
+from checkpoint.origin import same_everywhere
 from checkpoint.rectangles import Box
 from checkpoint.state import RunState
-from pretrain import one_origin
 from recipes.compose import compose_command
 from recipes.schema import UserError
 from runtime.records import record_event
@@ -147,10 +147,10 @@ def test_a_damaged_line_of_the_record_is_a_refusal(run):
 def test_ranks_that_found_different_weights_refuse_together():
     """init_from=runs/x without a step, while that run saves."""
     recipe = SimpleNamespace(init_from="runs/x")
-    for result in run_threads(2, lambda comm: one_origin(comm, recipe, f"runs/x@{comm.rank}")):
+    for result in run_threads(2, lambda comm: same_everywhere(f"runs/x@{comm.rank}", recipe, comm)):
         assert isinstance(result, UserError)
         assert "runs/x@0 and runs/x@1" in str(result)
-    assert run_threads(2, lambda comm: one_origin(comm, recipe, "runs/x@1")) == [None, None]
+    assert run_threads(2, lambda comm: same_everywhere("runs/x@1", recipe, comm)) == [None, None]
 
 
 @pytest.mark.parametrize(

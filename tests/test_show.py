@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from ranks import run_command
 
-from recipes import command, show
 from recipes import list as recipes_list
+from recipes import show
 from recipes.compose import dishes
+from recipes.exits import DO_NOT_RETRY
 from recipes.schema import UserError
 from recipes.table import scaled, table
 
@@ -85,7 +86,7 @@ def test_problems_of_recipe_layout_and_json_are_refused_without_traceback(capsys
     with pytest.raises(UserError) as caught:
         show.collect("tiny", ["batch_tokens=1000", "zero=zer3"])
     assert len(caught.value.problems) >= 1
-    assert show.main(["tiny", "micro_bach=1", "zero=0"]) == command.REFUSED
+    assert show.main(["tiny", "micro_bach=1", "zero=0"]) == DO_NOT_RETRY
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1].partition("=")[0] for line in lines] == ["micro_bach", "zero"]
     assert "did you mean micro_batch?" in lines[0]

@@ -20,8 +20,8 @@ ARROWS = {
     "parallel": ("model", "recipes.schema"),
     "data": ("recipes.schema",),
     "checkpoint": ("parallel", "model", "data", "recipes.schema"),
-    "runtime": ("parallel", "model", "checkpoint", "recipes.schema"),
-    "launch": ("recipes.schema",),
+    "runtime": ("parallel", "model", "checkpoint", "recipes.schema", "recipes.exits"),
+    "launch": ("recipes.schema", "recipes.exits"),
 }
 
 MOST_LINES, MOST_FUNCTION_LINES = 500, 100
