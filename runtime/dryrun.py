@@ -214,11 +214,14 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
     more = 0
     if is_sequence and is_last:  # the head takes all tokens: so does the loss's gradient there
         more += tokens * width * (recipe.model.hidden_size - shape.hidden_size)
-    if layout.context > 1:  # attention's output before and after its way back; tables of all tokens
+    if layout.context > 1:
+        # Attention's output before and after its way back, keys and values that several ranks
+        # have; tables and ids of all tokens.
         whole = blocks - blocks_recomputed(recipe.recompute, blocks)
-        outputs = min(whole + 1, blocks) * shape.num_attention_heads * shape.head_dim
-        ends = 2 * shape.head_dim * (layout.context - 1)
-        more += tokens * (width * (outputs + ends) + 8 * (layout.context - 1))
+        copied = 2 * max(0, layout.context - shape.num_key_value_heads)
+        heads = min(whole + 1, blocks) * (shape.num_attention_heads + copied)
+        others = layout.context - 1
+        more += tokens * (width * shape.head_dim * (heads + 2 * others) + 8 * others)
     # One forward, one backward: stage s of p holds p - s micro-batches at a time.
     count = max(number for _, number in layout.accumulation)
     held = min(layout.pipeline - place.pipeline, count)

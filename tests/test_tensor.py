@@ -104,7 +104,7 @@ def test_the_fullest_rank_allocates_what_show_says_of_the_optimizer(trained):
 
 def test_autograd_keeps_what_the_dry_run_says_at_most(trained):
     """Of cases in fp32 without recomputation: a CPU without bf16 units keeps fp32 copies, and what
-    a block keeps when it runs again is not seen.
+    a block keeps when it runs again is not seen. A stage in the middle has no ends, but they count.
     """
     seen = 0
     for name, case in trained.items():
@@ -112,7 +112,7 @@ def test_autograd_keeps_what_the_dry_run_says_at_most(trained):
             continue
         for rank in case["memory"]:
             most = rank["activations"] + rank["loss"]
-            assert 0.9 * rank["activations"] <= rank["kept"] <= most, (name, rank)
+            assert 0.85 * rank["activations"] <= rank["kept"] <= most, (name, rank)
             seen += 1
     assert seen >= 4
 
