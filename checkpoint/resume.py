@@ -41,6 +41,8 @@ FREE = (
     "log",
     "ds",
     "checkpoint",
+    "watch",
+    "restart",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

@@ -10,6 +10,7 @@ replicas differ by, and bytes held.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from kept import Kept
 from layout_cases import Case, parse
 from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_recipe, train
 
+from checkpoint.comm import Ranks
+from checkpoint.replicas import differing, summary
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from recipes import show
@@ -31,6 +34,7 @@ from runtime.dryrun import activations
 from runtime.engine import Engine, build
 from runtime.settle import settle
 
+RANKS = functools.cache(Ranks)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
 WORDS = 65  # one more than the corpus uses: no even number of ranks divides it
 LAYERS = 4  # as many as the most pipeline stages
@@ -82,6 +86,7 @@ def run_case(case: Case, corpus: Path) -> dict:
     )
     seen["eval"] = float(engine.evaluate(to_device(batch, device) for batch in batches))
     seen["replicas"] = replicas_differ(engine)
+    seen["drifted"] = differing(RANKS().exchange(summary(engine.replicas()), "replicas"))
     seen["memory"] = memory(engine, stream, recipe, settled)
     return seen | {"update_norm": sgd_update_norm(recipe)}
 
