@@ -21,6 +21,7 @@ FIXED = (
     "model",
     "seed",
     "data.window_tokens",
+    "data.shift_windows",
     "data.tokenizer",
     "data.attend",
     "optim.name",

@@ -139,6 +139,11 @@ class Data:
         low=1,
         high=2**31 - 1,
     )
+    shift_windows: bool = knob(
+        False,
+        "true: each epoch of a source cuts it into windows at other places, so that what repeats is"
+        " not cut alike; one window less an epoch",
+    )
     prefetch: int = knob(
         4,
         "micro-batches prepared ahead by one thread; 0 = none",
