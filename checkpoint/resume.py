@@ -40,6 +40,8 @@ FREE = (
     "log",
     "ds",
     "checkpoint",
+    "health",
+    "alerts",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

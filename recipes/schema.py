@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
 One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
-and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports nothing
-of this project, so that every folder may import it.
+and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Every folder
+may import it, and takes the tools of `recipes.values` from here.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -10,159 +10,28 @@ unit.
 
 from __future__ import annotations
 
-import difflib
-import math
-import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from dataclasses import dataclass
 from typing import Any
 
-# Above this a float no longer holds every whole number, so 1e17 may not be what was meant.
-LARGEST_EXACT_FLOAT = 2**53
-LARGEST_INT = 2**63 - 1  # what numpy, torch and the files hold
-# Limits far beyond any run, so that arithmetic on a slip of the finger stays exact and quick.
-MANY = 2**40  # tokens, steps
-WIDE = 2**24  # sizes of a model
-# No count in training has more digits; "1e999999999" would fill the memory as an int.
-LARGEST_EXPONENT = 30
-
-# Why two well-known settings are refused, wherever they are given.
-STAGE_0 = (
-    "ZeRO stage 0 is not offered: DeepSpeed 0.19 then clips by a wrong norm, decays bf16 weights"
-    " once at start and reports no gradient norm; the plain case is zero=1 on one rank"
+from recipes.faults import Alerts, Health
+from recipes.values import (  # noqa: F401  other folders take these from here
+    FP16,
+    LARGEST_EXACT_FLOAT,
+    LARGEST_INT,
+    MANY,
+    REQUIRED,
+    STAGE_0,
+    WIDE,
+    Shared,
+    UserError,
+    as_float,
+    as_int,
+    did_you_mean,
+    knob,
+    read_ranks,
+    read_steps,
+    split_words,
 )
-FP16 = (
-    "fp16 is not offered on any device: its loss scale skips steps and is one more state to"
-    " restore; use precision=bf16, or precision=fp32 as the reference"
-)
-
-
-class UserError(ValueError):
-    """What a user can put right: problems, each one line with knob, value, rule and way out."""
-
-    def __init__(self, *problems: str):
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
-
-
-class Shared(UserError):
-    """A UserError that every rank raises alike; one of them prints it."""
-
-
-def as_int(value: Any) -> int:
-    """A whole number as an exact int: 8, 5e8, "8" and "5e8" are; 1.5, true and nan are not.
-
-    Raises ValueError with the reason, to be put behind `knob=value`.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > LARGEST_INT:
-            raise ValueError("is too large for any count")
-        return value
-    if isinstance(value, bool) or not isinstance(value, float | str):
-        raise ValueError("is not a whole number")
-    try:
-        exact = Decimal(str(value).strip())
-    except InvalidOperation:
-        raise ValueError("is not a whole number") from None
-    if not exact.is_finite() or exact.adjusted() > LARGEST_EXPONENT:
-        raise ValueError("is not a finite number")
-    if exact != exact.to_integral_value():
-        raise ValueError("is not a whole number")
-    if isinstance(value, float) and abs(value) > LARGEST_EXACT_FLOAT:
-        raise ValueError("is too large to be exact in this notation; write all digits")
-    return int(exact)
-
-
-def as_float(value: Any) -> float:
-    """A finite number as a float: 3e-4, 1 and "3e-4" are; true, nan and inf are not.
-
-    Raises ValueError with the reason, to be put behind `knob=value`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("is not a number")
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError("is not a number") from None
-    if not math.isfinite(number):
-        raise ValueError("is not a finite number")
-    return number
-
-
-def read_ranks(variable: str, text: str) -> int:
-    """A number of ranks given as text. Raises UserError that names the `variable`."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise UserError(f"{variable}={text[:80]!r} is not a number of ranks; give 1 or more")
-    return int(text)
-
-
-def split_words(variable: str, text: str) -> list[str]:
-    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
-
-    Raises UserError that names the `variable`.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{variable}={text!r}: {str(error).lower()}; close it") from None
-
-
-def read_steps(text: str) -> range:
-    """Steps given as text: 10:15 is 10, 11, 12, 13, 14. Raises ValueError with the reason."""
-    first, colon, end = text.partition(":")
-    if not colon or not all(part.isascii() and part.isdigit() for part in (first, end)):
-        raise ValueError("is not a range of steps; write A:B, such as 10:15 for steps 10 to 14")
-    if len(text) > 40 or not 1 <= int(first) < int(end):
-        raise ValueError("holds no step; steps count from 1, and B is the first step after them")
-    return range(int(first), int(end))
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
-
-    The last part counts: `lr` is near `optim.lr`, and `model.x` is near nothing.
-    """
-
-    def likeness(full: str) -> tuple[float, int]:
-        last = _likeness(name.rpartition(".")[2], full.rpartition(".")[2])
-        return last + 0.05 * _likeness(name, full), -len(full)
-
-    best = max(known, key=likeness, default=None)
-    return f"; did you mean {best}?" if best and likeness(best)[0] >= 0.6 else "."
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def knob(
-    default: Any,
-    meaning: str,
-    *,
-    unit: str = "",
-    choices=(),
-    low=None,
-    high=None,
-    above=None,
-    below=None,
-):
-    """A dataclass field with its documentation and range.
-
-    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
-    """
-    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
-    metadata |= dict(low=low, high=high, above=above, below=below)
-    if default is REQUIRED:
-        return field(metadata=metadata, kw_only=True)
-    if isinstance(default, (list, dict)):
-        return field(
-            default_factory=lambda: type(default)(default), metadata=metadata, kw_only=True
-        )
-    return field(default=default, metadata=metadata, kw_only=True)
-
-
-REQUIRED = object()
 
 
 @dataclass(frozen=True)
@@ -304,13 +173,6 @@ class Optim:
         0.1, "decoupled decay of matrices; norms and biases have none", low=0
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0)
-    max_skips: int = knob(
-        3,
-        "stop after this many non-finite steps in a row (each is skipped)",
-        unit="steps",
-        low=1,
-        high=MANY,
-    )
 
 
 @dataclass(frozen=True)
@@ -446,6 +308,8 @@ class Recipe:
     model: Model = knob(REQUIRED, "shape of the decoder")
     data: Data = knob(REQUIRED, "corpora and windows")
     optim: Optim = knob(REQUIRED, "optimizer and schedule")
+    health: Health = knob(Health(), "sick steps and what is done about them")
+    alerts: Alerts = knob(Alerts(), "who is told")
     cluster: Cluster = knob(Cluster(), "hardware")
     parallel: Parallel = knob(Parallel(), "axes of ranks")
     log: Log = knob(Log(), "console and event files")
