@@ -19,6 +19,7 @@ from checkpoint.blocks import Damaged, check_file, opened
 from checkpoint.comm import Comm, broadcast
 from checkpoint.manifest import (
     Manifest,
+    abandoned,
     committed,
     none_is_whole,
     read_manifest,
@@ -209,16 +210,24 @@ def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
 def prune(
     checkpoints: Path, keep: Keep, verified: int, epoch: int, point: Point = nothing
 ) -> list[int]:
-    """Remove what `removable` names; steps that went.
+    """Remove what `removable` names, and abandoned ones that are outlived; steps that went.
 
     A folder loses its final name first: one half removed is never taken for a checkpoint.
     """
     folders = dict(committed(checkpoints))
     gone = removable(list(folders), keep, verified)
-    for step in gone:
-        doomed = checkpoints / f"{folders[step].name}.gone-{epoch}"
+    passed = [found for found in abandoned(checkpoints) if outlived(found[0], keep, verified)]
+    for path in [*(folders[step] for step in gone), *(path for *_, path in passed)]:
+        doomed = checkpoints / f"{path.name}.gone-{epoch}"
         point("rename old", 0)
-        os.rename(folders[step], doomed)
+        os.rename(path, doomed)
         point("remove old", 0)
         shutil.rmtree(doomed)
-    return gone
+    return [*gone, *(step for step, *_ in passed)]
+
+
+def outlived(step: int, keep: Keep, verified: int) -> bool:
+    """Whether a checkpoint of an abandoned segment may go: the run has come as far again, and a
+    person who wants to turn back once more had until then. Pure.
+    """
+    return step <= verified and not (keep.every and step % keep.every == 0)

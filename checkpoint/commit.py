@@ -26,7 +26,7 @@ from checkpoint.blocks import Damaged
 from checkpoint.choose import KEEP, Keep, check_rank, prune
 from checkpoint.comm import Comm
 from checkpoint.index import Fragment, holes, merge
-from checkpoint.manifest import Manifest, encode, folder_name
+from checkpoint.manifest import Manifest, encode, folder_name, segment_of
 from checkpoint.storage import (
     Point,
     index_name,
@@ -90,7 +90,7 @@ def save(
     """
     began = time.perf_counter()
     checkpoints = run_folder / "checkpoints"
-    final = checkpoints / folder_name(step)
+    final = checkpoints / folder_name(step, segment_of(state))
     temporary = checkpoints / f"{final.name}.tmp-{epoch}"
     phase = _Phases(comm, point)
     problem, total, removed, notes = None, 0, (), ()

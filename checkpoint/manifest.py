@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged, check_size, digest, opened
+from checkpoint.lineage import Lineage, lineage_of
 from recipes.schema import UserError
 
 FORMAT = 1
 NAME = "MANIFEST.json"
 FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.(bin|json)", re.ASCII)
-STEP_PATTERN = re.compile(r"step-(\d{8,18})", re.ASCII)
+STEP_PATTERN = re.compile(r"step-(\d{8,18})(?:-segment-([1-9]\d{0,8}))?", re.ASCII)
 # Leftovers of a save or a removal that did not end: <step>.tmp-<epoch>, <step>.gone-<epoch>.
-STALE_PATTERN = re.compile(r"step-\d{8,18}\.(tmp|gone)-\d+", re.ASCII)
+STALE_PATTERN = re.compile(rf"{STEP_PATTERN.pattern}\.(tmp|gone)-\d+", re.ASCII)
 HEAD = '{"checksum":"'
 BLANK = "0" * 32
 MOST_BYTES = 64 << 20
@@ -52,9 +53,16 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def folder_name(step: int) -> str:
-    """step-00001200: eight digits, so that a listing sorts for people; code compares numbers."""
-    return f"step-{step:08d}"
+def folder_name(step: int, segment: int = 0) -> str:
+    """step-00001200, or step-00001200-segment-1 of a run that was taken back: eight digits, so that
+    a listing sorts for people; code compares numbers. Segments never overwrite each other's.
+    """
+    return f"step-{step:08d}" + (f"-segment-{segment}" if segment else "")
+
+
+def segment_of(state: Any) -> int:
+    """The segment in a run's state; 0 where it has none."""
+    return state.get("segment", 0) if isinstance(state, dict) else 0
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -124,6 +132,8 @@ def read_manifest(folder: Path) -> Manifest:
     named = STEP_PATTERN.fullmatch(folder.name)
     if named and int(named.group(1)) != manifest.step:
         raise Damaged(f"{path}: is of step {manifest.step}")
+    if named and int(named.group(2) or 0) != segment_of(manifest.state):
+        raise Damaged(f"{path}: is of segment {segment_of(manifest.state)}")
     return manifest
 
 
@@ -148,8 +158,25 @@ def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
     )
 
 
-def committed(checkpoints: Path) -> list[tuple[int, Path]]:
-    """[(step, folder)] in numeric order of what was once committed; stray names and links are no
+def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[int, Path]]:
+    """[(step, folder)] in numeric order of what was once committed and belongs to the run's current
+    lineage, or to `lineage`. Raises UserError where the run's history is damaged.
+    """
+    chosen = lineage or lineage_of(checkpoints.parent)
+    return [
+        (step, path) for step, segment, path in all_committed(checkpoints)
+        if chosen.holds(segment, step)
+    ]  # fmt: skip
+
+
+def abandoned(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """[(step, segment, folder)] of what was committed before the run was taken back behind it."""
+    chosen = lineage_of(checkpoints.parent)
+    return [found for found in all_committed(checkpoints) if not chosen.holds(found[1], found[0])]
+
+
+def all_committed(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """[(step, segment, folder)] in numeric order, of every segment; stray names and links are no
     step.
     """
     found = []
@@ -160,7 +187,8 @@ def committed(checkpoints: Path) -> list[tuple[int, Path]]:
     for entry in entries:
         match = STEP_PATTERN.fullmatch(entry.name)
         if match and entry.is_dir(follow_symlinks=False):
-            found.append((int(match.group(1)), checkpoints / entry.name))
+            place = int(match.group(1)), int(match.group(2) or 0)
+            found.append((*place, checkpoints / entry.name))
     return sorted(found)
 
 

@@ -81,7 +81,7 @@ def load(
 
 
 def _step_of(folder: Path | None) -> int | None:
-    return None if folder is None else int(folder.name.removeprefix("step-"))
+    return None if folder is None else int(folder.name.split("-")[1])
 
 
 def _attempt(
