@@ -5,11 +5,12 @@
     secret_values(environ) -> values      what variables with secret names hold, wherever it stands
 
 The one rule: it errs on the side of hiding, and what is hidden leaves no part of itself. A name is
-judged by its words (`WANDB_API_KEY`, `--hf-token`; not `tokens`, `eos_token`, `num_key_value_heads`).
+judged by its words: `WANDB_API_KEY` and `--hf-token` are secret, `tokens` and `eos_token` are not.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -50,8 +51,7 @@ def looks_secret(name: str) -> bool:
     """Whether what goes by this name may be a secret."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
-    before = [*[""], *words[:-1]]
-    for previous, word in zip(before, words, strict=True):
+    for previous, word in itertools.pairwise(["", *words]):
         if word in WORDS and not (word == "token" and previous in OF_TEXT):
             return True
         if word == "key" and previous in KEYS:

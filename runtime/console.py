@@ -170,11 +170,10 @@ def skipped_text(line: Mapping[str, Any]) -> str:
     """Why a step did not move the weights; empty where it did."""
     if not line["skipped"]:
         return ""
-    return (
-        "SKIPPED: gradients not finite"
-        if line["targets"]
-        else "SKIPPED: nothing to train on (data.skip)"
-    )
+    if not line["targets"]:
+        return "SKIPPED: nothing to train on (data.skip)"
+    is_finite = line["loss"] is not None and line["grad_norm"] is not None
+    return "SKIPPED: an outlier" if is_finite else "SKIPPED: not finite"
 
 
 def number(value: float | None, spec: str) -> str:

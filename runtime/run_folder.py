@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from recipes.redaction import redact, redacted, secret_values
 from recipes.schema import UserError
 
 LOCK = ".lock"
@@ -58,7 +59,10 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Tex
     folder.mkdir(exist_ok=True)
     lock = hold(folder)
     for name, content in documents.items():
-        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        text = content
+        if not isinstance(content, str):
+            text = json.dumps(redacted(content), indent=2) + "\n"
+        text = redact(text, secret_values(os.environ))
         new = folder / f".{name}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, folder / name)

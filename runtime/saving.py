@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.choose import Keep
 from checkpoint.comm import Comm
@@ -46,7 +46,7 @@ class Saver:
         """Whether a save follows update `step`."""
         return due(step, self.wanted.interval, self.last_step)
 
-    def save(self, step: int, health: dict[str, int]) -> SaveReport:
+    def save(self, step: int, health: dict[str, Any]) -> SaveReport:
         """Save the state after update `step`; a collective."""
         counted = self.engine.optimizer_step()
         state = RunState(
