@@ -26,6 +26,7 @@ from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
 from checkpoint.comm import Ranks
+from checkpoint.lineage import read
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -50,7 +51,7 @@ from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
-from runtime.resuming import compare, read_state, standing
+from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
@@ -118,12 +119,11 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
-    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     run_folder.refuse_busy(folder)
     stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     if stands.step >= settled.last_step:
@@ -150,6 +150,7 @@ def prepare(arguments: list[str]) -> Run | None:
     )  # fmt: skip
     if stands.step:
         restore(run)
+    saver.segment = enter_segment(run)
     return run
 
 
@@ -181,17 +182,25 @@ def restore(run: Run) -> None:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
+        past = read(run.folder)
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.engine.after_load(state.optimizer_step)
+    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
         except Damaged as damage:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
+
+
+def enter_segment(run: Run) -> int:
+    """The segment of the history that this life goes on in, the same on all ranks; a collective."""
+    number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
+    return run.ranks.exchange(number, "segment")[0]
 
 
 def train(run: Run) -> None:
@@ -249,6 +258,7 @@ def loop(run: Run, record: Record | None) -> None:
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in run.held_out
                     )
+                run.saver.evaluated = (step, val_loss)
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
@@ -328,11 +338,11 @@ def open_record(run: Run) -> Record:
         run.recipe,
         run.settled,
         run.process,
-        Ledger(run.folder / "ledger", run.after_step),
+        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
         run.stream.tokens_after,
         run.after_step,
+        run.saver.segment,
     )
-    history.begin(run.folder, run.origin)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
@@ -356,6 +366,7 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 

@@ -32,17 +32,28 @@ from checkpoint.state import RunState
 from recipes.schema import Data, UserError
 
 EFFECTS = ("advance", "no_update")  # of a skip: as in the recipe's data.skip
-WHO = ("operator", "policy")
+WHO = ("operator", "policy", "resume")  # resume: what a segment went on from is damaged
 
 Range = tuple[int, int]
 
 
-def begin(folder: Path, init_from: str | None) -> None:
-    """The first segment of a new run; `init_from` says where its weights came from."""
-    if read(folder):
-        return
-    line = {"kind": "segment", "segment": 0, "parent": None, "first_step": 1, "data_step": 0}
-    append(folder, line | ({"init_from": init_from} if init_from else {}))
+def begin(folder: Path, init_from: str | None, after_step: int = 0) -> int:
+    """The segment in which a start goes on after `after_step`; opens the first one of a new run,
+    whose weights came from `init_from`.
+
+    Where what the current segment goes on from was damaged, and an older checkpoint had to be
+    loaded, a segment is opened from that one: whatever is recorded has one place in the lineage.
+    """
+    lines = read(folder)
+    if not lines:
+        line = {"kind": "segment", "segment": 0, "parent": None, "first_step": 1, "data_step": 0}
+        append(folder, line | ({"init_from": init_from} if init_from else {}))
+        return 0
+    current = lineage(lines)
+    if after_step >= current.after:
+        return current.segment
+    why = f"the checkpoint of step {current.after} is damaged"
+    return rewind(folder, after_step, None, why, "resume")["segment"]
 
 
 def overrides(folder: Path, changes: Iterable[Change], after_step: int) -> None:
@@ -91,7 +102,8 @@ def rewind(
     start of the run goes on from there; the caller holds the run's lock. Raises UserError with all
     problems; then nothing was written.
     """
-    assert who in WHO and effect in EFFECTS
+    assert who in WHO, who
+    assert effect in EFFECTS, effect
     lines = read(folder)
     ranges = listed(skip)
     target = find(folder, lines, step, segment)
@@ -246,10 +258,38 @@ def recorded(lines: Sequence[Line], step: int, recipe: dict[str, Any]) -> dict[s
     current = lineage(lines).segment
     changed = json.loads(json.dumps(recipe))
     for line in lines:
-        if line.get("kind") == "override" and line["segment"] == current:
-            if line["first_step"] > step:
-                put(changed, line["key"], line["now"])
+        is_ours = line.get("kind") == "override" and line.get("segment", 0) == current
+        if is_ours and line["first_step"] > step:
+            put(changed, line["key"], line["now"])
     return changed
+
+
+def describe(lines: Sequence[Line]) -> list[str]:
+    """What a person should know of the current segment and of what is left out; none at first."""
+    opened = segments(lines)
+    if not opened:
+        return []
+    line, told = opened[-1], []
+    if line["parent"] is not None:
+        told.append(
+            f"segment {line['segment']}: from step {line['parent']['step']} of segment"
+            f" {line['parent']['segment']}{reason(line)}"
+        )
+    return told + [f"left out: {described(skip)}" for skip in in_force(lines)]
+
+
+def described(skip: Line) -> str:
+    """A skip in words."""
+    first, end = skip["range"]
+    what = f"data step {first}" if end == first + 1 else f"data steps {first} to {end - 1}"
+    counted = " (counted as steps)" if skip["effect"] == "no_update" else ""
+    return f"{what}{counted} from step {skip['from_step']} on{reason(skip)}"
+
+
+def reason(line: Line) -> str:
+    """Why, who and when, as far as it is known."""
+    why = f": {line['why']}" if line.get("why") else ""
+    return why + (f" ({line['who']}, {line['since']})" if "who" in line else "")
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
     segment 0   1 ........ 80 | 81 ... 105   abandoned
     segment 1             '---- 81 ............ 140 | 141 ... 160   abandoned
-    segment 2                                   '---- 141 ...   the current one: 0 to 80, 1 to 140, 2
+    segment 2                                   '---- 141 ...   current
 
 The one rule: history.jsonl alone says what belongs to the run, and a rewind is one line of it.
 Checkpoints carry their segment in their name, lines in a field, so nothing is moved or overwritten
@@ -99,7 +99,7 @@ def segments(lines: Iterable[Line]) -> list[Line]:
 
 
 def lineage(lines: Sequence[Line], segment: int | None = None) -> Lineage:
-    """The lineage of the newest segment, or of `segment`; of a run without history, of segment 0."""
+    """The lineage of the newest segment, or of `segment`; without any, of segment 0."""
     opened = segments(lines)
     if not opened:
         return Lineage((Span(0, 0, None),))

@@ -35,7 +35,7 @@ from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
-from runtime.resuming import standing
+from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
 
@@ -166,9 +166,8 @@ def check(words: list[str], ranks: int) -> Checked:
         require_wandb(recipe.log.wandb)
     folder = ROOT / "runs" / recipe.run
     refuse_busy(folder)
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)

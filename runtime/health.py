@@ -92,14 +92,14 @@ class Health:
     def from_dict(cls, values: Mapping[str, Any]) -> Health:
         """The inverse of `as_dict`. Raises UserError where another version wrote it."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(values) != names:
+        if not names <= set(values):  # others may stand beside them
             raise UserError(
-                f"the checkpoint's health has other fields ({', '.join(sorted(values))}); another"
-                " version of the project wrote it: go on with that one"
+                f"the checkpoint's health is without {', '.join(sorted(names - set(values)))};"
+                " another version of the project wrote it: go on with that one"
             )
         lists = {name: tuple(values[name]) for name in ("losses", "norms")}
         bad = tuple((step, data_step) for step, data_step in values["bad"])
-        return cls(**{**values, **lists, "bad": bad})
+        return cls(**{**{name: values[name] for name in names}, **lists, "bad": bad})
 
     @property
     def is_well(self) -> bool:

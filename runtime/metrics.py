@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.redaction import redact, secret_values
+from checkpoint.lineage import lineage_of
 from runtime import memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -56,7 +57,7 @@ class MetricsWriter:
         self.life = 1 + len(records.read_events(self.folder, "life"))
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
-        self.event("life", segment=segment, after_step=after_step, world=world)
+        self.event("life", after_step=after_step, world=world)
         self.resume(after_step)
 
     def resume(self, after_step: int) -> None:
@@ -69,8 +70,12 @@ class MetricsWriter:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [line for line in read_metrics(path) if line["step"] <= after_step]
-        self._skipped_steps = before[-1]["skipped_steps"] if before else 0
+        before = [
+            line for line in lineage_of(self.folder).own(read_metrics(path))
+            if line["step"] <= after_step
+        ]  # fmt: skip
+        last = max(before, key=lambda line: line["step"], default={})
+        self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
@@ -174,6 +179,7 @@ class MetricsWriter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, life=self.life, **fields)
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:

@@ -62,16 +62,19 @@ class Record:
         ledger: Closable,
         tokens_after: Callable[[int], int],
         after_step: int,
+        segment: int,
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
+        name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
-            recipe.run, settled.last_step, after_step=after_step, every=recipe.log.every
+            name, settled.last_step, after_step=after_step, every=recipe.log.every
         )
         device = run_folder.device_name(process.device)
         self.writer = MetricsWriter(
             folder,
             world=settled.layout.world,
+            segment=segment,
             after_step=after_step,
             flops_per_token=settled.flops_per_token,
             peak_flops=peak_flops(device, recipe.cluster.peak_tflops),

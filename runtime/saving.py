@@ -7,8 +7,9 @@ together. Units: steps.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkpoint.choose import Keep
 from checkpoint.comm import Comm
@@ -20,9 +21,6 @@ from runtime.engine import Engine
 from runtime.process import Process
 from runtime.settle import Settled
 
-if TYPE_CHECKING:
-    from data.stream import Stream
-
 
 class Saver:
     """Saves one run, on every rank."""
@@ -32,7 +30,7 @@ class Saver:
         folder: Path,
         recipe: Recipe,
         settled: Settled,
-        stream: Stream,
+        stream: Any,  # data.stream.Stream
         engine: Engine,
         ranks: Comm,
         process: Process,
@@ -41,13 +39,27 @@ class Saver:
         self.stream, self.engine, self.ranks, self.process = stream, engine, ranks, process
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
+        self.segment = 0  # of the history
+        self.skipped_before = 0  # steps that did not move the weights before the last save
+        self.evaluated: tuple[int, Any] | None = None  # step and validation loss, since then
 
     def is_due(self, step: int) -> bool:
         """Whether a save follows update `step`."""
         return due(step, self.wanted.interval, self.last_step)
 
     def save(self, step: int, health: dict[str, Any]) -> SaveReport:
-        """Save the state after update `step`; a collective."""
+        """Save the state after update `step`; a collective. `health` gets what tells a healthy
+        checkpoint: the newest validation loss since the previous save (null: none, or not finite),
+        its step, and how many steps were skipped since.
+        """
+        val_step, loss = self.evaluated or (None, math.nan)
+        val_loss = float(loss)
+        health = health | {
+            "val_loss": val_loss if math.isfinite(val_loss) else None,
+            "val_step": val_step,
+            "skipped_since_save": health["skipped_steps"] - self.skipped_before,
+        }
+        self.skipped_before, self.evaluated = health["skipped_steps"], None
         counted = self.engine.optimizer_step()
         state = RunState(
             step=step,
@@ -58,6 +70,7 @@ class Saver:
             data=self.stream.state() | {"past": self.stream.past(step)},
             layout=self.settled.layout.as_dict(),
             versions=run_folder.versions(),
+            segment=self.segment,
             health=health,
         )
         return save(

@@ -22,10 +22,11 @@ from recipes.compose import compose
 from recipes.schema import UserError
 
 RECIPE = {"model": {}, "data": {"skip": {"advance": [[0, 2]]}}, "optim": {}, "seq_len": 64}
+ALL = Keep(newest=100)
 LEFT_OUT = 2  # data steps that the recipe itself leaves out
 
 
-def put(folder, step, segment=0, keep=Keep(newest=100)):
+def put(folder, step, segment=0, keep=ALL):
     """A checkpoint whose one weight says where it is from."""
     state = RunState(
         step=step,
@@ -188,7 +189,7 @@ def test_a_step_without_a_whole_checkpoint_is_refused(run):
     with pytest.raises(UserError, match="SEGMENT=4: r has the segments 0 to 0"):
         history.rewind(run, 80, segment=4)
     (run / "checkpoints" / "step-00000080" / "rank-00000.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="STEP=80: .* is damaged"):
+    with pytest.raises(UserError, match=r"STEP=80: .* is damaged"):
         history.rewind(run, 80)
     (run / "history.jsonl").unlink()
     with pytest.raises(UserError, match="recorded no step"):
