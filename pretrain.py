@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
@@ -34,7 +34,7 @@ from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
-from data.stream import Stream, open_stream
+from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
@@ -279,10 +279,7 @@ def loop(run: Run, record: Record | None) -> None:
                     record.write(late)
                     late = None
             if guard.is_sick:
-                process.first_does(
-                    lambda: recover(run.folder, data, guard.judgement, recipe.health, record)
-                )
-                raise Rewound
+                leave_sick(run, data, guard, record)
             if is_saved:
                 with profiler.phase("save"):
                     report = run.saver.save(step, guard.health.as_dict())
@@ -293,6 +290,13 @@ def loop(run: Run, record: Record | None) -> None:
         record.close("finished", peak_memory_gib=peaks)
     if is_saved and not report.ok:
         raise Shared(f"the last step was not saved: {report.problem}")
+
+
+def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
+    """End this life after a step that no skip can cure: the run goes back, or stops."""
+    health = run.recipe.health
+    process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
+    raise Rewound
 
 
 def guard_of(run: Run) -> Guard:

@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from checkpoint.fragments import create_states
 
+# BF16_Optimizer links its states after its first update, which may be one that is refused.
+LINKED = "_hp_optimizer_states_linked"
+
 # (loss, gradient norm before clipping) of the global batch -> whether the weights may move.
 MayUpdate = Callable[[float, float], bool]
 
@@ -66,7 +69,6 @@ class Gate:
                 dist.broadcast(seen, src=0)
             loss, norm = seen.tolist()
             self._answer = self._question(loss, norm)
-            if not self._answer:
-                # BF16_Optimizer links the states behind its first update, which this may be.
+            if not self._answer and not getattr(self._ds.optimizer, LINKED, True):
                 create_states(self._ds)
         return self._answer

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.redaction import redact, secret_values
 from checkpoint.lineage import lineage_of
+from recipes.redaction import redact, secret_values
 from runtime import memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics

@@ -17,8 +17,8 @@ import re
 import signal
 import socket
 import sys
-import traceback
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
