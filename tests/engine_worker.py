@@ -31,6 +31,7 @@ from parity_worker import full_weights, start_once, tiny_recipe
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from model import loss as loss_module
+from parallel import cut_modules
 from recipes.schema import Recipe
 from runtime import process
 from runtime.batches import to_device
@@ -170,11 +171,13 @@ def gate_facts(engine: Engine, take_step) -> dict[str, Any]:
 def losses_times(factor: float):
     """Every loss of this rank, and its gradient, times `factor`."""
     plain = loss_module.cross_entropy
-    loss_module.cross_entropy = lambda *given, **named: plain(*given, **named) * factor
+    for module in (loss_module, cut_modules):
+        module.cross_entropy = lambda *given, **named: plain(*given, **named) * factor
     try:
         yield
     finally:
-        loss_module.cross_entropy = plain
+        for module in (loss_module, cut_modules):
+            module.cross_entropy = plain
 
 
 def facts(result: StepResult) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def infect(clone: Path, *faults: dict) -> None:
 def install() -> None:
     """In a rank of the clone: make losses sick where FAULTS.json says."""
     from model import loss
+    from parallel import cut_modules
     from runtime import guard, process
 
     faults = json.loads(Path(__file__).with_name("FAULTS.json").read_text())
@@ -47,4 +48,5 @@ def install() -> None:
                 value = value * float(fault["factor"])
         return value
 
-    guard.Guard.begin, loss.cross_entropy = noting, sick
+    guard.Guard.begin = noting
+    loss.cross_entropy = cut_modules.cross_entropy = sick
