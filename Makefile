@@ -4,6 +4,7 @@
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
@@ -25,6 +26,11 @@ FIND ?=
 PORT ?= 6006
 RUN ?= $(RECIPE)
 STEP ?=
+SKIP ?=
+EFFECT ?=
+SEGMENT ?=
+TO ?=
+WHY ?=
 PROMPT ?=
 SWEEP ?=
 STEPS ?=
@@ -47,7 +53,7 @@ CORPUS ?= corpora/sotu
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
-	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SKIP EFFECT SEGMENT TO WHY
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -76,7 +82,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
-	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+	matrix rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -113,6 +119,20 @@ checkpoints: $(READY) ## the checkpoints of RUN
 
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
 	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
+
+rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
+	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
+	  "--segment=$$SEGMENT" "--why=$$WHY"
+
+branch: $(READY) ## a new run TO from STEP of RUN, linked, not copied (OVERRIDES= SEGMENT= WHY=)
+	@exec "$(PYTHON)" -m checkpoint.branch "--step=$$STEP" "--segment=$$SEGMENT" "--to=$$TO" "--why=$$WHY" \
+	  "--overrides=$$OVERRIDES" -- "$$RUN"
+
+history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
+	@exec "$(PYTHON)" -m checkpoint.tree "$$RUN"
+
+reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
+	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
 
 export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
 	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
@@ -151,8 +171,8 @@ tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://loca
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
 
-audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
-	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY= SEGMENT=)
+	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
 	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"

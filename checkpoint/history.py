@@ -107,31 +107,31 @@ def rewind(
     lines = read(folder)
     ranges = listed(skip)
     target = find(folder, lines, step, segment)
-    inherited = in_force(lines, target.segment, target.step)
-    ahead = carried(lines, target, inherited)
-    problems = range_problems(ranges, target, [*inherited, *ahead], effect)
+    ahead = carried(lines, target)
+    others = [*in_force(lines, target.segment, target.step), *ahead]
+    problems = range_problems(ranges, target, others, effect)
     if problems:
         raise UserError(*problems)
     facts = {"why": why, "who": who, "since": now()}
     new = [{"effect": effect, "range": list(one), "from_step": step + 1, **facts} for one in ranges]
-    return open_segment(folder, lines, target, [*ahead, *new], facts)
+    line = next_segment(lines, target, [*ahead, *new], facts)
+    append(folder, line)  # this is the rewind
+    return line
 
 
-def open_segment(
-    folder: Path, lines: Sequence[Line], target: Target, skips: list[Line], facts: Line
+def next_segment(
+    lines: Sequence[Line], target: Target, skips: Sequence[Line], facts: Line, **origin: str
 ) -> Line:
-    """Append a segment that goes on from `target`; this one line is the rewind."""
-    line = {
+    """The line of a segment that goes on from `target`; `origin` names another run it is of."""
+    return {
         "kind": "segment",
         "segment": len(segments(lines)),
-        "parent": {"segment": target.segment, "step": target.step},
+        "parent": {**origin, "segment": target.segment, "step": target.step},
         "first_step": target.step + 1,
         "data_step": target.data_step,
         **facts,
-        "skips": skips,
+        "skips": list(skips),
     }
-    append(folder, line)
-    return line
 
 
 def find(folder: Path, lines: Sequence[Line], step: int, segment: int | None) -> Target:
@@ -183,11 +183,11 @@ def in_force(
     ]
 
 
-def carried(lines: Sequence[Line], target: Target, inherited: Sequence[Line]) -> list[Line]:
-    """Skips in force now that still lie ahead of the target: what was bad once stays left out.
-    What the target has trained on already is past, and is cut off.
+def carried(lines: Sequence[Line], target: Target) -> list[Line]:
+    """Skips in force now that the target knows nothing of and that still lie ahead of it: what was
+    bad once stays left out. What the target has trained on already is past, and is cut off.
     """
-    ahead = []
+    inherited, ahead = in_force(lines, target.segment, target.step), []
     for skip in in_force(lines):
         first, end = skip["range"]
         if skip not in inherited and end > target.data_step:

@@ -20,6 +20,7 @@ from typing import Any
 from recipes.schema import UserError
 
 FILE = "history.jsonl"
+MARK = "recipe.yaml"  # what makes a folder under runs/ a run of ours
 
 Line = dict[str, Any]
 
@@ -64,6 +65,14 @@ class Lineage:
     def own(self, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Of lines with `segment` and `step`, those that belong to it."""
         return [line for line in lines if self.holds(line.get("segment", 0), line["step"])]
+
+
+def run_folder(name: str, root: Path) -> Path:
+    """The folder of a run given by path or by its name under `root`/runs/. Raises UserError."""
+    for path in (Path(name), root / "runs" / name):
+        if name and (path / MARK).is_file():
+            return path.resolve()
+    raise UserError(f"RUN={name}: no run here or under runs/")
 
 
 def read(folder: Path) -> list[Line]:
