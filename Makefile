@@ -168,7 +168,7 @@ profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Pe
 	  $(if $(STEPS),--steps "$$STEPS") $(WORDS)
 
 replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEGMENT= NPROC=)
-	@exec "$(PYTHON)" -m runtime.replay "$$RUN" --step "$$STEP" --segment "$$SEGMENT" --nproc "$$NPROC"
+	@exec "$(PYTHON)" -m runtime.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }

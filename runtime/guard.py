@@ -11,15 +11,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from checkpoint.comm import Comm, broadcast
 from checkpoint.lineage import read, segments
 from recipes.schema import Recipe
 from runtime.health import Health, Judgement, Limits, Seen, Verdict, judge, passed_over
 
-if TYPE_CHECKING:
-    from data.stream import StepData
+
+class Batch(Protocol):
+    """What is needed of `data.stream.StepData`."""
+
+    step: int
+    data_step: int
+    is_update: bool
 
 
 class Guard:
@@ -43,7 +48,7 @@ class Guard:
         self.judgement = Judgement(Verdict.GO_ON, health)
         self._sources, self._sequences_at = recipe.data.sources, sequences_at
         self._rewound_to = rewound_to
-        self._data: StepData | None = None
+        self._data: Batch | None = None
 
     @property
     def health(self) -> Health:
@@ -55,7 +60,7 @@ class Guard:
         """Whether this life ends here: the run goes back, or stops."""
         return self.judgement.verdict in (Verdict.ROLL_BACK, Verdict.STOP)
 
-    def begin(self, data: StepData) -> None:
+    def begin(self, data: Batch) -> None:
         """The step that comes next; one that the recipe leaves out is counted and no more."""
         self._data = data
         if not data.is_update:
@@ -68,7 +73,7 @@ class Guard:
         self.judgement = judge(self.health, seen, self.limits, self._rewound_to)
         return not self.judgement.is_bad
 
-    def regime(self, data: StepData) -> str:
+    def regime(self, data: Batch) -> str:
         """What a step's batch is made of; numbers of another regime say nothing about this one."""
         weights = (f"{uid}={s.weight_at(data.data_step):g}" for uid, s in self._sources.items())
         return f"{self._sequences_at(data.step)} x {' '.join(weights)}"

@@ -25,7 +25,7 @@ from runtime.alerts import Alerts
 from runtime.clock import Span
 from runtime.console import Console, summary_text
 from runtime.engine import StepResult
-from runtime.health import Judgement
+from runtime.health import Judgement, Verdict
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
 from runtime.settle import Settled
@@ -144,8 +144,10 @@ class Record:
         )
 
     def bad_step(self, data: Any, was_skipped: bool, judgement: Judgement) -> None:
-        """Put a step that did not move the weights, or that looks bad, on record, with the samples
-        that made it."""
+        """Put a step that did not move the weights, or is an outlier, on record, with the samples
+        that made it; of other trouble no single step is to blame."""
+        if not was_skipped and judgement.verdict != Verdict.GO_ON:
+            return
         reason = judgement.reason
         if not data.is_update:
             reason = "no target is left" if not data.num_targets else "data.skip"

@@ -30,7 +30,7 @@ def healthy(steps: int, seed: int, warmup: int = 500, noise: float = 0.03) -> Se
 
 
 def mixed(steps: int, seed: int, share: float) -> Sequence:
-    """Healthy, but a `share` of the batches is of another kind: 1.2 nats harder, norms 1.5 times."""
+    """Healthy, but a `share` of the batches is of another kind: 1.2 nats up, norms 1.5 times."""
     draw = random.Random(-seed)
     return [
         (loss + 1.2, norm * 1.5) if draw.random() < share else (loss, norm)

@@ -10,11 +10,22 @@ import pytest
 
 from recipes import knobs
 from recipes.check import knob_names
-from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source
+from recipes.schema import (
+    Alerts,
+    Cluster,
+    Data,
+    Health,
+    Log,
+    Model,
+    Optim,
+    Parallel,
+    Recipe,
+    Source,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
-CLASSES = (Recipe, Model, Data, Source, Optim, Cluster, Parallel, Log)
+CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log)
 
 
 def source_files() -> list[Path]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from recipes.schema import Health as Knobs
-from runtime.recovery import Plan, Saved, plan
+from recipes.schema import UserError
+from runtime.health import Health, Judgement, Verdict
+from runtime.recovery import Plan, Saved, plan, recover
 from runtime.replay import Step, conclude
 
 KNOBS = Knobs(rewind=100, skip=200)
@@ -26,6 +32,25 @@ def test_where_none_is_old_enough_the_oldest_healthy_one_before_the_trouble_is()
     assert plan(saves(255, 260), 255, 270, KNOBS) is None
     assert plan(saves(240, sick=(240,)), 255, 270, KNOBS) is None
     assert plan([], 255, 270, KNOBS) is None
+
+
+def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
+    """As `optim.lr` far too high does within the first steps."""
+    told = []
+    record = SimpleNamespace(
+        alert=lambda kind, text, **facts: told.append((kind, text, facts)),
+        close=lambda cause, **facts: told.append((cause,)),
+    )
+    health = Health(bad=((3, 2), (4, 3), (5, 4)), skips_in_a_row=3)
+    judged = Judgement(Verdict.ROLL_BACK, health, "not finite in 3 steps in a row", True, onset=3)
+    data = SimpleNamespace(step=5, data_step=4)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no healthy checkpoint from before step 3.*data\.skip"):
+        recover(run, data, judged, KNOBS, record)
+    assert [entry[0] for entry in told] == ["stop", "stopped"]
+    assert (run / told[0][2]["bundle"] / "verdict.json").is_file()
+    assert not (run / "history.jsonl").exists()
 
 
 def steps(*losses: float | None, batch: str = "b", norm: float = 0.5) -> list[Step]:

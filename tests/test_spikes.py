@@ -91,7 +91,7 @@ def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(lives):
 def test_a_skipped_step_is_repeated_to_the_bit(lives):
     clone, run, _ = lives
     command = [sys.executable, "-m", "runtime.replay"]
-    done = run_command([*command, "sick", "--step", "28"], 120, clone, PYTHONPATH=str(clone))
+    done = run_command([*command, "sick", "--step", "28"], 240, clone, PYTHONPATH=str(clone))
     assert done.returncode == 0, done.stdout
     assert "reproducible: " in done.stdout
     assert [event["conclusion"] for event in read_events(run, "replayed")] == ["reproducible"]
