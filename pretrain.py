@@ -17,6 +17,7 @@ for good: trying again would not help.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from recipes.schema import Recipe, Shared, UserError
-from runtime import process, run_folder
+from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
@@ -139,7 +140,7 @@ def prepare(arguments: list[str]) -> Run | None:
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
-    documents = description(recipe, settled, me)
+    documents = description(recipe, settled)
     lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
@@ -325,13 +326,12 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[str, str | dict]:
+def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
         "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
-        "environment.json": run_folder.environment(ROOT, me.device),
     }
 
 
@@ -347,12 +347,22 @@ def open_record(run: Run) -> Record:
         run.after_step,
         run.saver.segment,
     )
+    record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
+
+
+def record_conditions(run: Run) -> None:
+    """Under which conditions this life trains, in environment.json."""
+    conditions = environment.environment(ROOT, run.process.device) | {
+        "layout": run.settled.layout.as_dict(),
+        "recipe": dataclasses.asdict(run.recipe),
+    }
+    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
 
 
 def banner(run: Run) -> list[str]:

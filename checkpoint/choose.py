@@ -8,12 +8,14 @@ error. Units: steps, bytes.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoint.blocks import Damaged, check_file, opened
 from checkpoint.comm import Comm, broadcast
@@ -193,6 +195,22 @@ def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Fo
     if isinstance(outcome, UserError):
         raise outcome
     return outcome
+
+
+def best(states: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The checkpoint of best health among {step: state of the run}; None where nothing tells. Pure.
+
+    Lowest validation loss since the save before (`health.val_loss`), of those before which no step
+    was skipped since then (`health.skipped_since_save`); of equal ones the latest.
+    """
+    found = []
+    for step, state in states.items():
+        health = state.get("health") or {}
+        loss = health.get("val_loss")
+        is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
+        if is_number and math.isfinite(loss) and health.get("skipped_since_save", 0) == 0:
+            found.append((-loss, step))
+    return max(found)[1] if found else None
 
 
 def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:

@@ -36,6 +36,8 @@ PER_DEVIATION, AT_95 = 1.4826, 1.645
 WARMUP_SLACK = 2.0
 # Bad steps are counted among the last `patience` times this.
 LOOK_BACK = 4
+# A bad step or two, skipped and past, leave weights as good as they were.
+LONE = 2
 # A level is a median of many steps, so two standard deviations of one step are far outside it.
 DRIFT_SIGMAS = 2.0
 # Rewinds are counted over, and go back at most, this many times `health.rewind` steps.
@@ -103,8 +105,8 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether no step of late was bad: what a checkpoint must be to go back to it."""
-        return not self.bad and self.skips_in_a_row == 0
+        """Whether hardly a step of late was bad: what a checkpoint must be to go back to it."""
+        return self.skips_in_a_row == 0 and len(self.bad) <= LONE
 
 
 @dataclass(frozen=True)

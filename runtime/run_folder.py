@@ -13,9 +13,6 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -121,30 +118,6 @@ def aside(folder: Path) -> Path:
     return Path(f"{folder}.before-{next(numbers)}")
 
 
-def environment(root: Path, device: Any) -> dict[str, Any]:
-    """Commit, versions, hardware: what a later reader needs to run this again.
-
-    `device` is the torch.device that rank 0 trains on.
-    """
-    import torch  # here, because the launcher uses the rest of this file and imports no torch
-
-    return {
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git(root, "status", "--porcelain")),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "packages": versions(),
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "processor": processor(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": device_name(device),
-    }
-
-
 def processor() -> str | None:
     """The CPU as Linux names it; None elsewhere."""
     try:
@@ -165,21 +138,6 @@ def device_name(device: Any) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """Output of a git command, or None where there is no git or no repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:
