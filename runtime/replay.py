@@ -15,7 +15,6 @@ Exit status: 0 reproducible, or no more different than another layout may be; 1 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -29,16 +28,16 @@ from typing import Any
 
 from checkpoint import history
 from checkpoint.lineage import lineage, read, segments
-from checkpoint.manifest import committed, read_manifest
+from checkpoint.manifest import committed
 from data.ledger import read_ledger
 from recipes.check import to_recipe
 from recipes.command import refuse
-from recipes.compose import compose, recipe_yaml
+from recipes.compose import recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import UserError, read_ranks
 from recipes.table import table
+from runtime import environment
 from runtime.records import METRICS, read_events, read_metrics, record_event
-from runtime.resuming import read_state
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -133,10 +132,10 @@ class Order:
         if not metrics or metrics[-1]["step"] != self.step:
             raise UserError(f"STEP={self.step}: {self.folder.name} has no record of this step")
         self.recorded = compared(metrics, self.lineage.own(read_ledger(self.folder / "ledger")))
-        self.recipe, world, is_known = self.conditions({line["life"] for line in metrics})
-        self.nproc = read_ranks("NPROC", options.nproc) if options.nproc else world
-        self.is_same_layout = is_known and self.nproc == world
-        self.place = place(self.folder)
+        began, is_one = self.start_of_step()
+        self.recipe, self.place = began["recipe"], place(began)
+        self.nproc = read_ranks("NPROC", options.nproc) if options.nproc else world_of(began)
+        self.is_same_layout = is_one and self.nproc == world_of(began)
         taken = [self.folder_of(n) for n in TRIES if os.path.lexists(self.folder_of(n))]
         if taken:
             raise UserError(f"{taken[0]} is left from another replay; remove it")
@@ -153,17 +152,21 @@ class Order:
             )
         return early[-1]
 
-    def conditions(self, lives: set[int]) -> tuple[dict[str, Any], int, bool]:
-        """Recipe and number of ranks of the steps, and whether they are known to be those.
-
-        What is free to change within a run stands in the run's folder for its last life, and in a
-        checkpoint for the life that saved it.
-        """
-        state = read_state(read_manifest(self.checkpoint).state, self.checkpoint)
+    def start_of_step(self) -> tuple[dict[str, Any], bool]:
+        """The recorded conditions of the start that trained the step, and whether it trained all
+        the steps since the checkpoint. Raises UserError where they cannot be repeated in one go."""
+        holds = [span.segment for span in self.lineage.spans if span.holds(span.segment, self.step)]
+        began = [
+            entry
+            for entry in environment.read(self.folder)
+            if entry["segment"] == holds[-1] and entry["after_step"] < self.step
+        ]
+        if not began:
+            raise UserError(f"{self.folder}/{environment.FILE} does not say how this step was made")
         late = [
             f"{line['key']} changed at step {line['first_step']}"
             for line in self.lines
-            if line.get("kind") == "override" and line["segment"] <= self.segment
+            if line.get("kind") == "override" and line["segment"] == holds[-1]
             and self.before + 1 < line["first_step"] <= self.step
         ]  # fmt: skip
         if late:
@@ -171,14 +174,7 @@ class Order:
                 f"STEP={self.step}: {', '.join(late)}, after the checkpoint of step {self.before}:"
                 " it cannot be repeated in one go"
             )
-        if lives == {max((event["life"] for event in read_events(self.folder)), default=1)}:
-            recipe = compose(str(self.folder / "recipe.yaml")).recipe
-            world = json.loads((self.folder / "layout.json").read_text())["world"]
-            return dataclasses.asdict(recipe), world, True
-        saves = read_events(self.folder, "saved")
-        saved_in = {event["life"] for event in saves if event["step"] == self.before}
-        recipe = history.recorded(self.lines, self.before, state.recipe)
-        return recipe, state.layout["world"], lives <= saved_in
+        return began[-1], all(entry["after_step"] <= self.before for entry in began)
 
     def folder_of(self, number: int) -> Path:
         """The folder of one try."""
@@ -218,12 +214,12 @@ def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
         raise UserError(
             f"the replay in {folder} did not reach step {order.step}: {done.stdout[-500:]}"
         )
-    return steps, place(folder)
+    return steps, place(environment.read(folder)[-1])
 
 
 def prepare(order: Order, folder: Path) -> None:
     """A run that stands at the checkpoint, in the segment of the step; files are linked."""
-    recipe = order.recipe | QUIET
+    recipe = order.recipe | QUIET | {"run": folder.name}
     recipe |= {group: recipe[group] | values for group, values in QUIET_GROUPS.items()}
     checkpoint = folder / "checkpoints" / order.checkpoint.name
     checkpoint.mkdir(parents=True)
@@ -249,10 +245,14 @@ def compared(metrics: Sequence[dict[str, Any]], ledger: Iterable[dict[str, Any]]
     ]  # fmt: skip
 
 
-def place(folder: Path) -> dict[str, Any]:
-    """The machine and software that a run's last life had, as far as they may change bits."""
-    recorded = json.loads((folder / "environment.json").read_text())
-    return {name: recorded.get(name) for name in PLACE}
+def place(began: dict[str, Any]) -> dict[str, Any]:
+    """The machine and software of a start, as far as they may change bits."""
+    return {name: began.get(name) for name in PLACE}
+
+
+def world_of(began: dict[str, Any]) -> int:
+    """The number of ranks of a start."""
+    return began["layout"]["world"]
 
 
 def conclude(
