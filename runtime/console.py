@@ -172,8 +172,9 @@ def skipped_text(line: Mapping[str, Any]) -> str:
         return ""
     if not line["targets"]:
         return "SKIPPED: nothing to train on (data.skip)"
-    is_finite = line["loss"] is not None and line["grad_norm"] is not None
-    return "SKIPPED: an outlier" if is_finite else "SKIPPED: not finite"
+    if line["grad_norm"] is None:
+        return "SKIPPED: gradients not finite"
+    return "SKIPPED: an outlier" if line["loss"] is not None else "SKIPPED: loss not finite"
 
 
 def number(value: float | None, spec: str) -> str:
