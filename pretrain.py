@@ -11,8 +11,9 @@ and its learning rate are functions of N alone. The loss of step N is read after
 launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
 whatever layout it is started with.
 
-Exit status: 0 finished; 76 taken back to an older checkpoint, start again; 93 refused, or stopped
-for good: trying again would not help.
+Exit status: 0 finished, or stopped on request; 75 preempted, saved; 76 taken back to an older
+checkpoint, start again; 93 refused, or stopped for good: trying again would not help; 130 Ctrl-C,
+saved (runtime.requests).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
-from checkpoint.comm import Ranks
+from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.lease import Lease
 from checkpoint.lineage import read
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
@@ -47,25 +49,25 @@ from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
 from runtime.guard import Guard, rewinds_by_policy
+from runtime.heartbeat import HEART
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
+from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
-INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
         run = prepare(arguments)
-        if run is not None:
-            train(run)
+        return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
@@ -74,12 +76,12 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except AskedEarly as asked:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        return INTERRUPTED
+        return asked.ending.status
     finally:
+        HEART.beat("end")
         process.finish()
-    return FINISHED
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Run:
     process: process.Process
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
-    lock: Any  # held as long as the run lives
+    lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
@@ -126,27 +128,32 @@ def prepare(arguments: list[str]) -> Run | None:
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
-        return None
-    origin, notes = origin_of(recipe, stands.step, stream)
+    stands = None
+    if process.launched_rank() == 0:  # a network file system may show the others something older
+        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
+    stands = broadcast(ranks, stands, "where the run stands")
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step, settled.total_steps)
+        return None
+    origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled)
-    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    if me.is_first:
+        HEART.show_in(folder)
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
         None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
@@ -179,6 +186,7 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
 
 def restore(run: Run) -> None:
     """Fill the engine from the newest whole checkpoint; a collective."""
+    HEART.beat("load")
     try:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
@@ -189,6 +197,7 @@ def restore(run: Run) -> None:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
+    run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
     run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
@@ -204,19 +213,25 @@ def enter_segment(run: Run) -> int:
     return run.ranks.exchange(number, "segment")[0]
 
 
-def train(run: Run) -> None:
-    """The loop, and the cause on record where it does not reach its end."""
+def train(run: Run) -> int:
+    """The loop, and the cause on record where it does not reach its end; the exit status."""
     record = open_record(run) if run.process.is_first else None
+    if record:
+        run.saver.tell = record.tell
     try:
-        loop(run, record)
+        with run.saver:  # what is in flight ends first
+            return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
         raise
+    finally:
+        if run.lease:
+            run.lease.release()
 
 
-def loop(run: Run, record: Record | None) -> None:
-    """One turn per step."""
+def loop(run: Run, record: Record | None) -> int:
+    """One turn per step; returns the exit status."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
     clock = cuda_clock() if me.device.type == "cuda" else StepClock()
@@ -228,7 +243,8 @@ def loop(run: Run, record: Record | None) -> None:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
     guard = guard_of(run)
 
     with run.stream.prefetch(
@@ -237,9 +253,12 @@ def loop(run: Run, record: Record | None) -> None:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
+            HEART.beat("step", step)
+            REQUESTS.send()
             with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
+            HEART.beat("step", parts=len(micro_batches))
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
             if run.counter:
@@ -257,12 +276,14 @@ def loop(run: Run, record: Record | None) -> None:
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
-                        to_device(batch, me.device) for batch in run.held_out
+                        to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
                 run.saver.evaluated = (step, val_loss)
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
 
+            if run.lease:
+                run.lease.confirm()  # before this step goes on record
             collector.add(data)
             if record:
                 if late:
@@ -272,8 +293,10 @@ def loop(run: Run, record: Record | None) -> None:
                     record.bad_step(data, result.skipped, guard.judgement)
                 if data.quarantined:
                     record.quarantined(data)
-            is_saved = run.saver.is_due(step)
-            if guard.is_sick or is_saved or step == last_step:
+            ending = REQUESTS.answer(step == last_step)
+            run.saver.poll()
+            is_saved = run.saver.is_due(step, ending is not None and ending.saves)
+            if guard.is_sick or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -283,19 +306,27 @@ def loop(run: Run, record: Record | None) -> None:
                 leave_sick(run, data, guard, record)
             if is_saved:
                 with profiler.phase("save"):
-                    report = run.saver.save(step, guard.health.as_dict())
-                if record:
-                    record.saved(report)
+                    run.saver.save(step, guard.health.as_dict())
+            if ending:
+                break
+    HEART.beat("end")
+    unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished", peak_memory_gib=peaks)
-    if is_saved and not report.ok:
-        raise Shared(f"the last step was not saved: {report.problem}")
+        cause = ending.cause if ending else "finished"
+        record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
+        REQUESTS.done()
+    if ending:
+        return ending.status
+    if is_saved and unsaved:
+        raise Shared(f"the last step was not saved: {unsaved}")
+    return FINISHED
 
 
 def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
     """End this life after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
+    run.saver.drain()  # it may be what is gone back to
     process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
     raise Rewound
 
@@ -387,4 +418,6 @@ def banner(run: Run) -> list[str]:
 
 if __name__ == "__main__":
     sys.excepthook = process.print_without_secrets
+    HEART.begin()
+    REQUESTS.listen()
     process.leave(main(sys.argv[1:]))

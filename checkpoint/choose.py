@@ -8,6 +8,7 @@ error. Units: steps, bytes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.blocks import Damaged, check_file, opened
+from checkpoint.blocks import Damaged, Problem, check_file, opened
 from checkpoint.comm import Comm, broadcast
+from checkpoint.epochs import Fence
 from checkpoint.manifest import (
+    NAME,
     Manifest,
     abandoned,
     committed,
@@ -37,7 +40,9 @@ DEPTHS = ("sizes", "sampled", "full")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the `newest` ones, and each `every` steps for ever (0 = none)."""
+    """Which checkpoints stay: the `newest` ones, each `every` steps for ever (0 = none), and the
+    one of best health.
+    """
 
     newest: int = 3
     every: int = 0
@@ -67,7 +72,7 @@ class Choice:
     damaged: list[tuple[Path, list[str]]]  # (folder, problems), newest first
 
 
-def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[str]:
+def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[Problem]:
     """Problems of one checkpoint folder, one line per file; none when it is whole.
 
     `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of
@@ -77,8 +82,10 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
     try:
         manifest = read_manifest(folder)
-    except (Damaged, UserError) as error:
-        return error.problems
+    except Damaged as damage:
+        return damage.problems
+    except UserError as error:  # of another version of the project
+        return [Problem(line) for line in error.problems]
     if depth == "sizes":
         return size_problems(folder, manifest)
     problems = []
@@ -88,6 +95,17 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         except Damaged as damage:
             problems += damage.problems
     return problems
+
+
+def unnamed(folder: Path) -> list[str]:
+    """Names in a checkpoint that its manifest does not have: nobody reads them, somebody put them
+    there. None where the folder cannot be read.
+    """
+    try:
+        known = {NAME, *read_manifest(folder).files}
+        return sorted(entry.name for entry in os.scandir(folder) if entry.name not in known)
+    except (OSError, Damaged, UserError):
+        return []
 
 
 def check_rank(
@@ -118,7 +136,7 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
         try:
             choice = _look(run_folder / "checkpoints", depth, below)
         except OSError as error:
-            choice = [f"{run_folder / 'checkpoints'}: {error.strerror}"]
+            choice = [f"{error.filename or run_folder / 'checkpoints'}: {error.strerror}"]
         except UserError as error:
             choice = error.problems
     choice = broadcast(comm, choice, "choice of the checkpoint")
@@ -213,35 +231,49 @@ def best(states: Mapping[int, Mapping[str, Any]]) -> int | None:
     return max(found)[1] if found else None
 
 
-def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
+def removable(
+    steps: Sequence[int], keep: Keep, verified: int, healthiest: int | None = None
+) -> list[int]:
     """Steps that may go, once `verified` is committed and read back. Pure.
 
-    Only older ones go: a checkpoint newer than the verified one is somebody's future.
+    Only older ones go: a checkpoint newer than the verified one is somebody's future, and does not
+    count among the newest that stay.
     """
-    ordered = sorted(steps)
-    stay = set(ordered[-keep.newest :])
+    older = sorted(step for step in steps if step <= verified)
+    stay = {verified, healthiest, *older[-keep.newest :]}
     if keep.every:
-        stay |= {step for step in ordered if step % keep.every == 0}
-    return [step for step in ordered if step not in stay and step < verified]
+        stay |= {step for step in older if step % keep.every == 0}
+    return [step for step in older if step not in stay]
 
 
 def prune(
-    checkpoints: Path, keep: Keep, verified: int, epoch: int, point: Point = nothing
+    checkpoints: Path, keep: Keep, verified: int, fence: Fence, point: Point = nothing
 ) -> list[int]:
-    """Remove what `removable` names, and abandoned ones that are outlived; steps that went.
+    """Remove what `removable` names, and abandoned ones that are outlived; steps that went. Raises
+    Fenced before a removal, too.
 
     A folder loses its final name first: one half removed is never taken for a checkpoint.
     """
     folders = dict(committed(checkpoints))
-    gone = removable(list(folders), keep, verified)
+    gone = removable(list(folders), keep, verified, best(_states(folders)))
     passed = [found for found in abandoned(checkpoints) if outlived(found[0], keep, verified)]
     for path in [*(folders[step] for step in gone), *(path for *_, path in passed)]:
-        doomed = checkpoints / f"{path.name}.gone-{epoch}"
+        doomed = checkpoints / f"{path.name}.gone-{fence.epoch}"
         point("rename old", 0)
+        fence.check()
         os.rename(path, doomed)
         point("remove old", 0)
         shutil.rmtree(doomed)
     return [*gone, *(step for step, *_ in passed)]
+
+
+def _states(folders: Mapping[int, Path]) -> dict[int, dict[str, Any]]:
+    """State in the manifest of each checkpoint that has a whole one."""
+    states = {}
+    for step, folder in folders.items():
+        with contextlib.suppress(Damaged, UserError):
+            states[step] = read_manifest(folder).state
+    return states
 
 
 def outlived(step: int, keep: Keep, verified: int) -> bool:

@@ -20,21 +20,13 @@ from typing import Any
 from checkpoint.blocks import Damaged
 from checkpoint.choose import best, verify
 from checkpoint.lineage import lineage_of
-from checkpoint.manifest import NAME, all_committed, read_manifest
+from checkpoint.manifest import NAME, all_committed, read_manifest, run_folder
 from recipes.command import refuse
 from recipes.schema import UserError
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
 HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",
         "layout"]  # fmt: skip
-
-
-def run_folder(name: str) -> Path | None:
-    """The folder of a run given by path or by name."""
-    for path in (Path(name), Path("runs") / name):
-        if (path / "checkpoints").is_dir():
-            return path
-    return None
 
 
 def row(

@@ -42,6 +42,8 @@ FREE = (
     "checkpoint",
     "health",
     "alerts",
+    "watch",
+    "restart",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

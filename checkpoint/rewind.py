@@ -18,6 +18,7 @@ from pathlib import Path
 
 from checkpoint import history
 from checkpoint.choose import verify
+from checkpoint.lease import refuse_held
 from checkpoint.lineage import Line, lineage, read, run_folder
 from checkpoint.manifest import committed
 from data.schedule import read_schedule
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> int:
         folder = run_folder(options.run, ROOT)
         lock = hold(folder)
         try:
+            refuse_held(folder, lock.inode)  # it may go on on another host
             line = rewind(folder, options)
         finally:
             lock.close()

@@ -1,7 +1,7 @@
-"""What knobs are made of: exact numbers, ranges, texts, and the errors that name them.
+"""What a person gave: read exactly, or refused with what is wrong. How a knob is declared.
 
-One rule: a value is taken exactly or refused with the reason; nothing is rounded or guessed. Other
-folders import these names from `recipes.schema`.
+The one rule: a value is never bent into another one; 1.5 steps, true and nan are no numbers of
+anything. Every folder has these names from `recipes.schema`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,6 @@ MANY = 2**40  # tokens, steps
 WIDE = 2**24  # sizes of a model
 # No count in training has more digits; "1e999999999" would fill the memory as an int.
 LARGEST_EXPONENT = 30
-
-# Why two well-known settings are refused, wherever they are given.
-STAGE_0 = (
-    "ZeRO stage 0 is not offered: DeepSpeed 0.19 then clips by a wrong norm, decays bf16 weights"
-    " once at start and reports no gradient norm; the plain case is zero=1 on one rank"
-)
-FP16 = (
-    "fp16 is not offered on any device: its loss scale skips steps and is one more state to"
-    " restore; use precision=bf16, or precision=fp32 as the reference"
-)
 
 
 class UserError(ValueError):

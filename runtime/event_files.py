@@ -80,6 +80,16 @@ SERIES = {
     "checkpoint_s": ("checkpoint/save_s", "seconds from the start of the save to its commit"),
     "checkpoint_stall_s": ("checkpoint/stall_s", "seconds that training stood still for it"),
     "checkpoint_gib_per_s": ("checkpoint/gib_per_s", "size / seconds of the save, all ranks"),
+    "goodput_useful": (
+        "goodput/useful",
+        "share of the wall clock since the first life, 0..1: steps whose update is in the weights",
+    ),
+    "goodput_redone": ("goodput/redone", "share: steps trained again later"),
+    "goodput_stall": ("goodput/stall", "share: training waited for a save or a batch"),
+    "goodput_restart": (
+        "goodput/restart",
+        "share: from a failure to training again (detect, restart, start, load)",
+    ),
     "save_s": ("time/save_s", "seconds of the save after the step"),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }

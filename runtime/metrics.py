@@ -22,7 +22,7 @@ from typing import Any
 
 from checkpoint.lineage import lineage_of
 from recipes.redaction import redact, secret_values
-from runtime import memory, mirror, records, speed
+from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
 
@@ -53,11 +53,21 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
+        self._first_step: int | None = None  # of this life
         records.repair(self.folder / records.EVENTS, say)
-        self.life = 1 + len(records.read_events(self.folder, "life"))
+        lives.complete(self.folder)
+        self.life = lives.next_number(self.folder)
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
-        self.event("life", after_step=after_step, world=world)
+        launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
+        self.event(
+            "began",
+            segment=segment,
+            after_step=after_step,
+            world=world,
+            started_unix_s=lives.process_began_unix_s(),
+            **launch,
+        )
         self.resume(after_step)
 
     def resume(self, after_step: int) -> None:
@@ -175,6 +185,11 @@ class MetricsWriter:
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)
+        if times.is_first:
+            self._first_step = step
+            self.event("first_step", step=step)
+            if self._events is not None:
+                self._events.scalars(step, goodput.series(self.folder))
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -199,7 +214,10 @@ class MetricsWriter:
         """The last call: write the result metrics, close everything, return the summary."""
         result = summary(self.folder, self.segment)
         if self._events is not None:
-            self._events.results(result["last_step"] or self._after_step, result)
+            step = result["last_step"] or self._after_step
+            if step != self._first_step:  # which has its point already
+                self._events.scalars(step, goodput.series(self.folder))
+            self._events.results(step, result)
             self._events.end_session(is_success)
         self.close()
         return result

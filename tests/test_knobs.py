@@ -21,11 +21,12 @@ from recipes.schema import (
     Parallel,
     Recipe,
     Source,
+    Watch,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
-CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log)
+CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
 
 
 def source_files() -> list[Path]:
