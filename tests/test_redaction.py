@@ -85,7 +85,7 @@ def test_planted_secrets_reach_no_file_of_a_run(tmp_path, monkeypatch, capsys):
         "environment.json": {"argv": ["pretrain.py", f"x={other}", "--token", SECRET],
                              "diff": f"+KEY = '{SECRET}'\n+u = '{other}'"},
     }  # fmt: skip
-    run_folder.open_folder(folder, documents, False).close()
+    run_folder.open_folder(folder, documents, False).release()
     record_event(folder, "failed", life=1, reason=f"403 for {other} with {SECRET}")
     bundle = write_bundle(folder, 7, {"step": 7, "reason": f"token={SECRET} at {other}"})
     again = write_bundle(folder, 7, {"step": 7, "reason": ""})
