@@ -90,7 +90,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
-	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -187,6 +187,9 @@ compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
 	@exec "$(PYTHON)" -m compare.profile --run "$$RUN" $(if $(NPROC),--nproc "$$NPROC") \
 	  $(if $(STEPS),--steps "$$STEPS") $(WORDS)
+
+replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEGMENT= NPROC=)
+	@exec "$(PYTHON)" -m runtime.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }

@@ -41,6 +41,8 @@ FREE = (
     "log",
     "ds",
     "checkpoint",
+    "health",
+    "alerts",
     "watch",
     "restart",
     "eval_every",

@@ -15,13 +15,13 @@ and including the step.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpoint.lineage import lineage_of
+from recipes.redaction import redact, secret_values
 from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.records import METRICS, read_metrics
@@ -115,7 +115,7 @@ class MetricsWriter:
         self._events.hyper_parameters(hyper_parameters, session)
         for name, content in texts.items():
             language = Path(name).suffix.lstrip(".")
-            fenced = f"```{language}\n{mask_secrets(content).rstrip()}\n```"
+            fenced = f"```{language}\n{redact(content, secret_values(os.environ)).rstrip()}\n```"
             self._events.text(self._after_step, f"recipe/{name}", fenced)
         if self._mirror is not None:
             self._mirror.describe(hyper_parameters)
@@ -307,14 +307,3 @@ def hyper_parameters(recipe, layout, **facts: Any) -> dict[str, Any]:
         "seed": recipe.seed,
         **facts,
     }
-
-
-_SECRET_KEY = r"[\w.-]*(?:api_?key|secret|passw(?:or)?d|credential|(?:access|auth)_token)[\w.-]*"
-_SECRET = re.compile(
-    rf"""(?im)^(\s*(?:-\s+)?["']?{_SECRET_KEY}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,#}}]+)"""
-)
-
-
-def mask_secrets(text: str) -> str:
-    """`text` (YAML or JSON, one key a line) with values of keys that hold secrets as "***"."""
-    return _SECRET.sub(lambda found: f'{found[1]}"***"', text)

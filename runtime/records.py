@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recipes.redaction import redacted, secret_values
 from recipes.schema import UserError
 
 METRICS = "metrics.jsonl"
@@ -150,7 +151,9 @@ def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]
 
 
 def record_event(folder: Path, kind: str, *, life: int, **fields: Any) -> None:
-    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl."""
+    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl,
+    without secrets."""
+    fields = redacted(fields, secret_values(os.environ))
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     append_line(Path(folder) / EVENTS, {"time": now, "kind": kind, "life": life, **fields})
 

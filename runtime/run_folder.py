@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from checkpoint import epochs
 from checkpoint.lease import Lease, refuse_held, take
 from recipes.exits import DO_NOT_RETRY
+from recipes.redaction import redact, redacted, secret_values
 from recipes.schema import UserError
 from runtime.trust import refuse_unsafe
 
@@ -81,7 +82,10 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lea
     LOCKS.append(held)
     lease = take(folder, held.inode, end_fenced, family)
     for name, content in documents.items():
-        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        text = content
+        if not isinstance(content, str):
+            text = json.dumps(redacted(content), indent=2) + "\n"
+        text = redact(text, secret_values(os.environ))
         new = folder / f".{name}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, folder / name)
