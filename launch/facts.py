@@ -34,6 +34,7 @@ PACKAGES = (
     "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl", "datasets", "pyarrow",
 )  # fmt: skip
 CODE = ("*.py", "recipes/**/*.yaml", "ds_configs/*.json", "*/*.py", "*/*/*.py")
+BUILDS = Path(__file__).resolve().parent.parent / ".cache" / "torch_extensions"
 NOT_CODE = ("tests", "benchmarks", "runs", "corpora", ".venv", ".cache")
 GIB = 2**30
 PROBE_MIB = 64
@@ -206,12 +207,13 @@ def gpus() -> dict[str, Any]:
 
 
 def extension_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where torch builds extensions: one folder per operator below these."""
+    """Where torch builds extensions: one folder per operator below these. The first are those of
+    runtime.builds, one per environment; where they cannot be written torch uses the home's."""
     chosen = environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return [Path(chosen)]
-    home = Path(os.path.expanduser("~")) / ".cache" / "torch_extensions"
-    return sorted(path for path in home.glob("*") if path.is_dir())
+    caches = (BUILDS, Path(os.path.expanduser("~")) / ".cache" / "torch_extensions")
+    return [path for cache in caches for path in sorted(cache.glob("*")) if path.is_dir()]
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> list[str]:

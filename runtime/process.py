@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.schema import Cluster, Shared, UserError
-from runtime import meeting
+from runtime import builds, meeting
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
@@ -273,6 +273,7 @@ def _export(
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     have_home()
+    builds.prepare()
 
 
 def have_home() -> None:
