@@ -40,9 +40,9 @@ from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import Recipe, Shared, UserError
 from runtime import process, run_folder
 from runtime.batches import gather_hashes, to_device
-from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
+from runtime.hardware import Hardware
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
@@ -204,7 +204,8 @@ def loop(run: Run, record: Record | None) -> None:
     """One turn per step."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    clock = cuda_clock() if me.device.type == "cuda" else StepClock()
+    hardware = Hardware(recipe.hardware, layout, me, run.after_step)
+    clock = hardware.clock()
     collector = Collector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
@@ -245,6 +246,7 @@ def loop(run: Run, record: Record | None) -> None:
                     )
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
+            hardware.step(step, finished.span)
 
             collector.add(data)
             if data.is_update:
@@ -254,6 +256,7 @@ def loop(run: Run, record: Record | None) -> None:
                 if late:
                     record.write(late)
                 late = finished
+                record.hardware(step, hardware.news())
                 if result.skipped:
                     record.skipped(data, skips_in_a_row)
                 if data.quarantined:
@@ -276,6 +279,7 @@ def loop(run: Run, record: Record | None) -> None:
                     report = run.saver.save(step, health)
                 if record:
                     record.saved(report)
+    hardware.close()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         record.close("finished", peak_memory_gib=peaks)

@@ -40,6 +40,7 @@ FREE = (
     "log",
     "ds",
     "checkpoint",
+    "hardware",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

@@ -230,7 +230,9 @@ class XidEvents:
             events = nvml.nvmlEventSetCreate()
             for handle in handles:
                 if not isinstance(handle, nvml.NVMLError):
-                    nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                    nvml.nvmlDeviceRegisterEvents(
+                        handle, nvml.nvmlEventTypeXidCriticalError, events
+                    )
             self._events = events
 
     def new(self) -> dict[tuple, str]:

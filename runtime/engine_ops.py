@@ -38,7 +38,12 @@ def build(builders: Mapping[str, Any]) -> int:
         began = time.monotonic()
         try:
             builder.load(verbose=False)
-        except (RuntimeError, OSError, ImportError, UserError) as error:  # of compilers, linkers, locks
+        except (
+            RuntimeError,
+            OSError,
+            ImportError,
+            UserError,
+        ) as error:  # of compilers, linkers, locks
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             print(f"failed: operator {name} cannot be built: {reason}", file=sys.stderr)
             status = 1

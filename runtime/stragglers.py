@@ -1,8 +1,8 @@
 """Which rank is slow, from the own times of all ranks (runtime.own_time): pure functions.
 
-    window   4 steps      a rank's value: the lower quartile of its own times in them
-    slow     SUDDEN_WINDOWS windows in a row, and at least SUDDEN_S seconds, above 4/3 of its peers
-    creeping LASTING_S seconds of windows, the median of its ratios above 1.05 and far from all others
+    window     WINDOW_STEPS steps; a rank's value is the lower quartile of its own times in them
+    sudden     SUDDEN_WINDOWS in a row, and at least SUDDEN_S seconds, above 4/3 of its peers
+    creeping   over LASTING_S seconds the median of its ratios is above 1.05 and far from the others
 
 The one rule: a rank is held against its peers, the other ranks of its pipeline stage, whose work is
 equal; their median is what a healthy rank needs. The median and not the best one: with many ranks
@@ -131,7 +131,9 @@ def against_peers(own_s: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np
         order = ranks[np.argsort(own_s[ranks], kind="stable")]
         ordered = own_s[order]
         middle = (len(order) - 2) // 2  # place of the lower median among all but one
-        peers_s[order] = np.where(np.arange(len(order)) > middle, ordered[middle], ordered[middle + 1])
+        peers_s[order] = np.where(
+            np.arange(len(order)) > middle, ordered[middle], ordered[middle + 1]
+        )
         for place, rank in enumerate(order):
             own, peer = own_s[rank], peers_s[rank]
             if own - peer < LEAST_S or own <= SUDDEN_RATIO * peer:

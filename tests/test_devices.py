@@ -249,7 +249,7 @@ def test_a_ramp_to_the_limit_is_told_before_it_gets_there_and_once():
 
 
 def test_a_slow_creep_over_hours_is_told_by_the_half_hour():
-    creep = [60 + n * 10 / 360 for n in range(0, 900)]  # 10 C in an hour
+    creep = [60 + n * 20 / 360 for n in range(450)]  # 20 C in an hour
     [(number, alarm), *_] = watch(temperatures(creep))
     assert 84 > creep[number] > 75
     assert alarm.what == "temperature trend"
@@ -292,4 +292,4 @@ def test_a_remapping_failure_and_a_lost_card_are_told_once():
 
 def test_a_healthy_card_raises_no_alarm():
     assert whats([{"temperature_c": 61, "throttle": 0x4, "ecc_uncorrected": 0}] * 1000) == []
-    assert device_alarms.LOADED_PERCENT < HEALTHY["utilization"]
+    assert HEALTHY["utilization"] > device_alarms.LOADED_PERCENT
