@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
     try:
         nvml.nvmlInit()
         handles = open_all(nvml)
+        driver = text_of(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError as error:
         say({"notice": f"no GPU readings: NVML: {error}"})
         return 3
@@ -56,7 +57,13 @@ def main(arguments: list[str]) -> int:
         gpus = [read(nvml, index, handle, missing) for index, handle in enumerate(handles)]
         found = {**events.new(), **log.new()}
         by_bus = {bus_key(gpu["bus"]): gpu["index"] for gpu in gpus if "bus" in gpu}
-        say({"gpus": gpus, "xids": [describe(key, by_bus, text) for key, text in found.items()]})
+        say(
+            {
+                "driver": driver,
+                "gpus": gpus,
+                "xids": [describe(key, by_bus, text) for key, text in found.items()],
+            }
+        )
         if missing and options.every:
             say({"notice": f"not reported by the GPUs here: {', '.join(sorted(missing))}"})
             missing.clear()
@@ -69,6 +76,11 @@ def main(arguments: list[str]) -> int:
 def say(content: dict[str, Any]) -> None:
     """One line."""
     print(json.dumps(content), flush=True)
+
+
+def text_of(value: str | bytes) -> str:
+    """Text, which older versions of the package give as bytes."""
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def wait_or_end(seconds: float) -> bool:
@@ -129,9 +141,6 @@ ABSENT_QUIETLY = ("memory_temperature_c", "margin_c", "sram", "recovery_action",
 def questions(nvml: Any, handle: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(field, how to ask for it); an answer that is a mapping brings fields of its own."""
 
-    def text(value: Any) -> str:
-        return value.decode() if isinstance(value, bytes) else value
-
     def of_field(number: int) -> int | None:
         (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [number])
         return answer.value.uiVal if answer.nvmlReturn == 0 else None
@@ -163,8 +172,8 @@ def questions(nvml: Any, handle: Any) -> Iterator[tuple[str, Callable[[], Any]]]
     def clock(kind: int) -> int:
         return nvml.nvmlDeviceGetClockInfo(handle, kind)
 
-    yield "name", lambda: text(nvml.nvmlDeviceGetName(handle))
-    yield "bus", lambda: text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    yield "name", lambda: text_of(nvml.nvmlDeviceGetName(handle))
+    yield "bus", lambda: text_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
     yield "temperature_c", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
     yield "memory_temperature_c", lambda: of_field(nvml.NVML_FI_DEV_MEMORY_TEMP) or None
     yield "slowdown_c", lambda: threshold(nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
@@ -241,8 +250,7 @@ class XidEvents:
         with contextlib.suppress(self._nvml.NVMLError):  # a timeout: no more of them
             while self._events is not None and len(found) < MOST_LOG_LINES:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                bus = self._nvml.nvmlDeviceGetPciInfo(event.device).busId
-                bus = bus.decode() if isinstance(bus, bytes) else bus
+                bus = text_of(self._nvml.nvmlDeviceGetPciInfo(event.device).busId)
                 found[bus_key(bus), int(event.eventData)] = ""
         return found
 

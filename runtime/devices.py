@@ -73,11 +73,9 @@ class Devices:
         """Start a reader and hear it to its end: how many readings, and why it ended; None = there
         is nothing to read here."""
         command = [sys.executable, "-m", "runtime.device_reader", "--every", str(self._every_s)]
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         process = self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,  # its end is the reader's
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

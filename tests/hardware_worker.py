@@ -1,6 +1,6 @@
 """A run whose ranks need 0.2 s for a step, one of them more from a step on: for test_hardware.py.
 
-    torchrun hardware_worker.py SLOW_RANK FROM_STEP FACTOR knob=value ...
+torchrun hardware_worker.py SLOW_RANK FROM_STEP FACTOR knob=value ...
 """
 
 from __future__ import annotations

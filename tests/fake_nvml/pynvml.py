@@ -61,6 +61,10 @@ def nvmlInit():
     cards[:] = json.loads(Path(path).read_text())["gpus"]
 
 
+def nvmlSystemGetDriverVersion():
+    return "570.124.06"
+
+
 def nvmlDeviceGetCount():
     return len(cards)
 
