@@ -181,9 +181,11 @@ def port(wanted: int | None) -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """One reading of every GPU by runtime.device_reader, in a process of its own because a call into
-    the driver can hang: {"cards": [field -> value]} or {"problem": why not}; no cards where there
-    is neither a driver nor a device file."""
+    """One reading of every GPU: {"cards": [field -> value]} or {"problem": why there is none}.
+
+    By runtime.device_reader, a process of its own, because a call into the driver can hang. No
+    cards and no problem where there is neither a driver nor a device file.
+    """
     command = [sys.executable, "-m", "runtime.device_reader"]
     try:
         reader = subprocess.Popen(

@@ -4,8 +4,8 @@
 
     temperature   near the slowdown temperature of this card, or on the way there
     throttle      clocks held down by heat, power supply or a fault, while the card works
-    ecc, remap    uncorrected errors that were not there before; rows that need a reset, or cannot be
-                  remapped
+    ecc, remap    uncorrected errors that were not there before; rows that wait to be remapped, or
+                  cannot be
     lost, xid     the driver gave the card up, or reported an error
 
 The one rule: one alarm per trouble, not per reading. What flaps is one trouble until it has been
@@ -115,8 +115,8 @@ def heat(reading: Reading, history: Sequence[tuple[float, float]]) -> list[Ailme
         if slope is not None and temperature + slope * length_s / 2 >= limit:
             in_min = (limit - temperature) / slope / 60
             text = (
-                f"{temperature} C and rising by {slope * 60:.2g} C a minute: its slowdown"
-                f" temperature, {limit} C, comes in {in_min:.1f} min; look at fans, air flow, coolant"
+                f"{temperature} C, {slope * 60:.2g} C more each minute: its clocks go down at"
+                f" {limit} C, in {in_min:.1f} min; look at fans, air flow, coolant"
             )
             return [Ailment("temperature trend", DRAIN, text)]
     return []

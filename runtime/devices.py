@@ -44,8 +44,10 @@ class Devices:
         threading.Thread(target=self._run, daemon=True, name="devices").start()
 
     def news(self) -> dict[str, Any]:
-        """{"number": of the reading, "gpus": [...], "said": [[number, {...}], ...]}: everything that
-        was said lately, numbered, so that who looks seldom misses nothing."""
+        """{"number": of the reading, "gpus": [...], "said": [[number, {...}], ...]}.
+
+        Said is all of late, numbered, so that who looks seldom misses nothing.
+        """
         with self._guard:
             return {**self._news, "said": list(self._news["said"])}
 

@@ -1,6 +1,9 @@
-"""A run whose ranks need 0.2 s for a step, one of them more from a step on: for test_hardware.py.
+"""A run whose ranks need 0.2 s and their arithmetic for a step, one of them FACTOR times as long.
 
-torchrun hardware_worker.py SLOW_RANK FROM_STEP FACTOR knob=value ...
+    torchrun hardware_worker.py SLOW_RANK FROM_STEP FACTOR knob=value ...
+
+The slow rank sleeps in its forwards for as long as makes the difference to its own time of the last
+step, so that it is slow by FACTOR whatever the machine does.
 """
 
 from __future__ import annotations
@@ -12,30 +15,33 @@ import pretrain
 from model.decoder import Decoder
 from runtime import process
 from runtime.engine import Engine
+from runtime.hardware import Hardware
 
 WORK_S = 0.2
 
 
 def main() -> int:
     slow_rank, from_step, factor = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    forward, train_step, set_lr = Decoder.forward, Engine.train_step, Engine.set_lr
-    state = {"step": 0, "micro_batches": 1}
+    forward, train_step, watched = Decoder.forward, Engine.train_step, Hardware.step
+    state = {"micro_batches": 1, "sleep_s": 0.0, "slept_s": 0.0}
 
-    def counted(self, lr):
-        state["step"] += 1
-        set_lr(self, lr)
+    def step(self, step, span):
+        watched(self, step, span)
+        own_s = span.own_s()
+        is_slow = process.launched_rank() == slow_rank and step + 1 >= from_step
+        state["sleep_s"] = (factor - 1) * (own_s - state["slept_s"]) if is_slow else 0.0
+        state["slept_s"] = state["sleep_s"]
 
     def stepped(self, micro_batches, *arguments):
         state["micro_batches"] = len(micro_batches)
         return train_step(self, micro_batches, *arguments)
 
     def slowed(self, *arguments, **keywords):
-        is_slow = process.launched_rank() == slow_rank and state["step"] >= from_step
         if self.training:
-            time.sleep(WORK_S * (factor if is_slow else 1.0) / state["micro_batches"])
+            time.sleep((WORK_S + state["sleep_s"]) / state["micro_batches"])
         return forward(self, *arguments, **keywords)
 
-    Engine.set_lr, Engine.train_step, Decoder.forward = counted, stepped, slowed
+    Hardware.step, Engine.train_step, Decoder.forward = step, stepped, slowed
     return pretrain.main(sys.argv[4:])
 
 

@@ -243,7 +243,7 @@ def test_a_ramp_to_the_limit_is_told_before_it_gets_there_and_once():
     [(number, first), *rest] = found
     assert first.what == "temperature trend"
     assert ramp[number] < 86
-    assert "87 C, comes in" in first.text
+    assert "go down at 87 C, in " in first.text
     assert (first.index, first.action) == (3, DRAIN)
     assert [alarm.what for _, alarm in rest] == ["temperature"]
 
