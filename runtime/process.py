@@ -17,6 +17,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from runtime import builds, meeting
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
+FIRST_SAYS_S = 10.0  # how much later than another rank the first one may find the same problem
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
 
@@ -198,20 +200,39 @@ def report(error: UserError) -> None:
 
 
 def _is_first_to_say(error: UserError, local_rank: int) -> bool:
-    """Whether no other rank of this host is ending with the same words.
+    """Whether no other rank of this host says the same words.
 
-    The first takes a name that the kernel frees when it ends; the launcher ends the others with it.
+    The first takes a name that the kernel frees when it ends. The first rank of a host speaks at
+    once; when it ends, the launcher ends the others. Those give it the time to do both, and speak
+    only if they live on: the problem is theirs alone.
     """
     if not sys.platform.startswith("linux"):
         return local_rank == 0
     words = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
-    claim = socket.socket(socket.AF_UNIX)
+    name = f"\0pretrain-{PARENT}-{words}"
+    if local_rank > 0 and _is_said_soon(name):
+        return False
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0pretrain-{PARENT}-{words}")
+        claim.bind(name)
     except OSError:
         return False
     CLAIMS.append(claim)
     return True
+
+
+def _is_said_soon(name: str) -> bool:
+    """Wait for another rank to take the name, or for the launcher's SIGTERM to end this one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    deadline = time.monotonic() + FIRST_SAYS_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                probe.connect(name)
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
 
 
 def finish() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from checkpoint.choose import Keep
 from checkpoint.comm import Comm
@@ -20,9 +20,6 @@ from runtime.engine import Engine
 from runtime.process import Process
 from runtime.settle import Settled
 
-if TYPE_CHECKING:
-    from data.stream import Stream
-
 
 class Saver:
     """Saves one run, on every rank."""
@@ -32,7 +29,7 @@ class Saver:
         folder: Path,
         recipe: Recipe,
         settled: Settled,
-        stream: Stream,
+        stream: Any,  # data.stream.Stream
         engine: Engine,
         ranks: Comm,
         process: Process,

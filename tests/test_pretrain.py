@@ -158,7 +158,7 @@ def test_a_refusal_on_two_ranks_prints_one_message_and_ends_all(clone, pair):
     command = [sys.executable, *torchrun, "pretrain.py", *words]
     done = run_command(command, 120, cwd=clone, PYTHONPATH=str(clone))
     assert done.returncode != 0
-    # By whichever rank found it first, and once.
+    # By whichever rank is first to know that no other says it, and once.
     assert len(re.findall("^refused: (?:rank 1: )?zero=4", done.stdout, re.M)) == 1, done.stdout
     assert not (clone / "runs" / "refused").exists()
 
