@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -49,7 +49,12 @@ class Devices:
         Said is all of late, numbered, so that who looks seldom misses nothing.
         """
         with self._guard:
-            return {**self._news, "said": list(self._news["said"])}
+            return dict(self._news)
+
+    def count(self) -> int:
+        """A number that rises whenever `news` changes."""
+        with self._guard:
+            return self._news["number"] + self._told
 
     def close(self) -> None:
         """End the reader."""
@@ -75,19 +80,22 @@ class Devices:
         """Start a reader and hear it to its end: how many readings, and why it ended; None = there
         is nothing to read here."""
         command = [sys.executable, "-m", "runtime.device_reader", "--every", str(self._every_s)]
-        process = self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,  # its end is the reader's
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        try:
+            process = self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,  # its end is the reader's
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            return 0, f"no process for it: {error.strerror}"
         readings, rest = 0, b""
         deadline = time.monotonic() + START_S + self._timeout_s
+        output = selectors.DefaultSelector()
+        output.register(process.stdout, selectors.EVENT_READ)
         while True:
-            left_s = deadline - time.monotonic()
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, left_s))
-            if not ready:
+            if not output.select(max(0.0, deadline - time.monotonic())):
                 process.kill()  # and no wait: it may be stuck in the kernel
                 return readings, f"no answer for {self._timeout_s:.0f} s"
             more = os.read(process.stdout.fileno(), 65536)

@@ -153,14 +153,16 @@ class Hardware:
     def _run(self, open_it: Callable[[], Board]) -> None:
         """The thread: posts what this rank has, and on rank 0 collects what is there."""
         try:
-            board = open_it()
+            board, posted = open_it(), 0
             while not self._stopping:
                 self._changed.wait(LOOK_EVERY_S if self._collector else None)
                 self._changed.clear()
                 with self._guard:
                     outbox, self._outbox = self._outbox, {}
-                if self._devices is not None:
+                if self._devices is not None and (count := self._devices.count()) != posted:
+                    posted = count
                     outbox[f"devices/{self._process.rank}"] = self._devices.news()
+                    outbox[f"count/{self._process.rank}"] = count  # after what it counts
                 for name, value in outbox.items():
                     board.post(name, value)
                 if self._collector is not None:
@@ -181,7 +183,9 @@ class Collector:
         self._windows: dict[int, dict[int, float]] = {}  # last step -> rank -> own seconds
         self._judged, self._judged_at = 0, math.inf
         self._seen: dict[int, int] = {}  # rank that posts for its host -> reading
-        self._heard: dict[int, int] = {}
+        self._heard: dict[int, int] = {}  # ... -> what it said
+        self._counts: dict[int, int] = {}
+        self._gpus: dict[int, int] = {}  # ... -> how many it has
         self._shown_at: dict[int | str, float] = {}
 
     def collect(self, board: Board) -> None:
@@ -192,7 +196,11 @@ class Collector:
             return  # some have not begun
         if len(self._stages) > 1:
             self._times(by_rank(board.read(self._names("own"))))
-        self._devices(by_rank(board.read(self._names("devices", self._hosts()))))
+        counts = by_rank(board.read(self._names("count", self._hosts())))
+        changed = [rank for rank, count in counts.items() if count != self._counts.get(rank)]
+        self._counts |= counts
+        if changed:
+            self._devices(by_rank(board.read(self._names("devices", changed))))
 
     def _names(self, what: str, ranks: Sequence[int] | None = None) -> list[str]:
         return [f"{what}/{rank}" for rank in (range(len(self._stages)) if ranks is None else ranks)]
@@ -261,7 +269,7 @@ class Collector:
 
     def _devices(self, posts: dict[int, dict[str, Any]]) -> None:
         hosts = self._hosts()
-        gpus = sum(len(news["gpus"]) for news in posts.values())
+        self._gpus |= {rank: len(news["gpus"]) for rank, news in posts.items()}
         for rank, news in posts.items():
             host = hosts[rank]
             for number, said in news["said"]:
@@ -270,7 +278,7 @@ class Collector:
                     self._tell(device_said(host, said))
             if news["number"] > self._seen.get(rank, 0):
                 self._seen[rank] = news["number"]
-                if self._is_due(rank, gpus):
+                if self._is_due(rank, sum(self._gpus.values())):
                     self._tell(DeviceReading(host, news["gpus"]))
 
     def _is_due(self, key: int | str, lines: int) -> bool:

@@ -214,6 +214,8 @@ def test_readings_and_alarms_of_every_host_arrive_once_each(cluster):
     said = [[1, {"kind": "notice", "text": "no sensor"}], [2, alarm]]
     board.post("devices/0", {"number": 1, "gpus": gpus, "said": []})
     board.post("devices/2", {"number": 7, "gpus": gpus, "said": said})
+    board.post("count/0", 1)
+    board.post("count/2", 9)
     collector.collect(board)
     collector.collect(board)
     assert news == [
@@ -235,6 +237,7 @@ def test_two_hosts_of_one_name_have_series_of_their_own():
         place = {"host": "pod", "gpu": None, "is_first_of_host": True}
         board.post(f"place/{rank}", place)
         board.post(f"devices/{rank}", {"number": 1, "gpus": [{"index": 0}], "said": []})
+        board.post(f"count/{rank}", 1)
     collector.collect(board)
     assert [one.host for one in news] == ["pod", "pod.1"]
 
