@@ -65,6 +65,7 @@ class Record:
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
+        self._is_told = False
         self.console = Console(
             recipe.run, settled.last_step, after_step=after_step, every=recipe.log.every
         )
@@ -114,6 +115,14 @@ class Record:
 
     def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
+        try:
+            self._hardware(step, news)
+        except OSError as error:  # a full disk costs these, and no run
+            if not self._is_told:
+                self._is_told = True
+                self.console.say(f"warning: readings of the hardware are not recorded: {error}")
+
+    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         for one in news:
             if isinstance(one, DeviceReading):
                 self.writer.devices(step, one.host, one.gpus)

@@ -22,7 +22,13 @@ WORK_S = 0.2
 
 def main() -> int:
     slow_rank, from_step, factor = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    forward, train_step, watched = Decoder.forward, Engine.train_step, Hardware.step
+    model, engine = Decoder, Engine
+    if any(word.startswith("parallel.pipeline=") for word in sys.argv):
+        from parallel.pipeline import Stage
+        from runtime.engine_pipeline import PipelineEngine
+
+        model, engine = Stage, PipelineEngine
+    forward, train_step, watched = model.forward, engine.train_step, Hardware.step
     state = {"micro_batches": 1, "sleep_s": 0.0, "slept_s": 0.0}
 
     def step(self, step, span):
@@ -41,7 +47,7 @@ def main() -> int:
             time.sleep((WORK_S + state["sleep_s"]) / state["micro_batches"])
         return forward(self, *arguments, **keywords)
 
-    Hardware.step, Engine.train_step, Decoder.forward = step, stepped, slowed
+    Hardware.step, engine.train_step, model.forward = step, stepped, slowed
     return pretrain.main(sys.argv[4:])
 
 
