@@ -121,6 +121,36 @@ def test_calls_of_groups_and_waits_are_heard_under_every_name_that_this_torch_ha
     assert collectives.wait(tensor) is not None
 
 
+def test_on_a_gpu_waits_of_the_computations_stream_and_of_the_host_are_apart(monkeypatch):
+    fake = Clock()
+
+    class Stream:
+        """Stands for torch's, on a machine without a GPU."""
+
+        def wait_stream(self, other):
+            fake.passes(10)
+
+        wait_event = wait_stream
+
+        def synchronize(self):
+            fake.passes(10)
+
+    computing, other = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.passes(10))
+    own = OwnTime(lambda: fake.seconds)
+    own.listen_to_streams()
+    own.begin()
+    computing.wait_stream(other)
+    computing.wait_event(None)
+    other.synchronize()
+    torch.cuda.synchronize()
+    assert (own.finish()(), fake.seconds) == (0, 40)
+    other.wait_stream(computing)  # a prefetch that waits holds up nobody
+    assert own.finish()() == 10
+
+
 def test_the_clock_of_a_rank_stands_still_while_others_have_its_core():
     now = own_time.running_clock()
     if now is time.perf_counter:
@@ -267,7 +297,7 @@ def test_a_reader_that_hangs_is_killed_and_started_anew_with_one_notice(tmp_path
     for name, value in script(tmp_path, hangs).items():
         monkeypatch.setenv(name, value)
     changed = threading.Event()
-    listener = devices.Devices(0.05, 0.6, changed.set)
+    listener = devices.Devices(0.05, 2.0, changed.set)
     deadline = time.monotonic() + 60 * PATIENCE
     texts: list[str] = []
     while len(texts) < 3 and time.monotonic() < deadline:
@@ -281,7 +311,7 @@ def test_a_reader_that_hangs_is_killed_and_started_anew_with_one_notice(tmp_path
         "GPU readings have stopped",
         "GPU readings have come again",
     ]
-    assert "no answer for 1 s" in texts[1]
+    assert "no answer for 2 s" in texts[1]
     assert listener.news()["gpus"][0]["temperature_c"] in (60, 61)
     assert listener._process.wait(10) != 0, pid
 
@@ -294,18 +324,18 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     fan_failed = {"temperature": [70, 88, 88, "hang"], "uncorrected": [0, 0, 3]}
     extra = script(tmp_path, fan_failed, HEALTHY)
     extra["PYTHONPATH"] = extra["PYTHONPATH"].replace(str(ROOT), str(clone)) + f":{clone}"
-    words = [*SMALL, "zero=3", "steps=18", "eval_every=0", "run=watched"]
+    words = [*SMALL, "zero=3", "steps=20", "eval_every=0", "run=watched"]
     words += ["hardware.every_s=0.4", "hardware.timeout_s=1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(clone / "tests" / "hardware_worker.py"), "1", "1", "1.5", *words]
     done = run_command(command, 120, cwd=clone, **extra)
     assert done.returncode == 0, done.stdout[-4000:]
     run = clone / "runs" / "watched"
-    assert read_metrics(run)[-1]["step"] == 18
+    assert read_metrics(run)[-1]["step"] == 20
 
     [slow] = read_events(run, "slow_rank")
     assert (slow["rank"], slow["gpu"]) == (1, None)
-    assert slow["step"] < 20
+    assert slow["step"] <= 20
     assert slow["ratio"] > 4 / 3
     assert slow["text"] in done.stdout
     alarms = {alarm["what"] for alarm in read_events(run, "gpu_alarm")}
