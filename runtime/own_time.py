@@ -42,7 +42,8 @@ CALLS = (
     "all_gather_single", "all_gather_single_coalesced",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter",
+    "alltoall", "alltoall_base", "all_to_all_single", "gather", "gather_into_tensor",
+    "gather_single", "scatter",
     "send", "recv", "recv_anysource",
 )  # fmt: skip
 STREAM_WAITS = ("wait_stream", "wait_event", "synchronize")
