@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         if missing and options.every:
             say({"notice": f"not reported by the GPUs here: {', '.join(sorted(missing))}"})
             missing.clear()
-        at += options.every
+        at = max(at + options.every, time.monotonic())  # no hurry after a slow one
         # Until it is time, or whoever listens has gone.
         if not options.every or wait_or_end(max(0.0, at - time.monotonic())):
             return 0
