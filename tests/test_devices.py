@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment
+from ranks import ROOT, environment, run_command
 
+from recipes.exits import DO_NOT_RETRY
 from runtime import device_alarms, device_table
 from runtime.device_alarms import CLEAR_S, CardWatch
 from runtime.device_table import DRAIN, IGNORE, RESET, RESTART, RMA, ailments, xid
@@ -293,3 +294,18 @@ def test_a_remapping_failure_and_a_lost_card_are_told_once():
 def test_a_healthy_card_raises_no_alarm():
     assert whats([{"temperature_c": 61, "throttle": 0x4, "ecc_uncorrected": 0}] * 1000) == []
     assert HEALTHY["utilization"] > device_alarms.LOADED_PERCENT
+
+
+def test_the_doctor_refuses_a_host_by_the_same_table(tmp_path):
+    extra = script(tmp_path, {"remapped": [[0, 1, 1, 0]]}, {"power": "lost"}, {"temperature": 80})
+    done = run_command([sys.executable, "-m", "launch.doctor", "--nproc", "4"], 60, **extra)
+    assert done.returncode == DO_NOT_RETRY
+    for line in (
+        "GPUs 3, but NPROC=4",
+        "GPU 0: a memory row waits for a reset to be remapped; reset the GPU",
+        "GPU 1: the GPU is lost: it has fallen off the bus; drain the host",
+    ):
+        assert f"refused: localhost: {line}" in done.stdout
+    assert "warning: localhost: GPU 2: 80 C before the start; its clocks go down at 87 C" in (
+        done.stdout
+    )
