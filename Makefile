@@ -4,7 +4,10 @@
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   NOW=1  KIND=life,saved  FOLLOW=1  MTBF=2.8h
+#   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
+#   SPARES=1
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -17,6 +20,7 @@ EXCLUDE ?=
 VIA ?=
 SSH ?=
 PASS ?=
+SPARES ?=
 OVERRIDES ?=
 WORLD ?=
 RANK ?= 0
@@ -25,6 +29,11 @@ FIND ?=
 PORT ?= 6006
 RUN ?= $(RECIPE)
 STEP ?=
+SKIP ?=
+EFFECT ?=
+SEGMENT ?=
+TO ?=
+WHY ?=
 PROMPT ?=
 SWEEP ?=
 STEPS ?=
@@ -34,6 +43,10 @@ NAME ?=
 DOC ?=
 TEXT ?=
 EVERY ?=
+NOW ?=
+KIND ?=
+FOLLOW ?=
+MTBF ?=
 A ?=
 B ?=
 TESTS ?= tests
@@ -46,8 +59,8 @@ CORPUS ?= corpora/sotu
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B \
-	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
+	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -65,7 +78,7 @@ export PYTHONPATH := $(CURDIR)
 $(foreach name,$(filter $(KNOWN),$(GIVEN)),$(eval override $(name) := $$(value $(name))))
 export $(filter-out PYTHON TESTS RANK,$(KNOWN))
 PLACE = "--hostfile=$$HOSTFILE" "--include=$$INCLUDE" "--exclude=$$EXCLUDE" "--via=$$VIA" \
-	"--ssh=$$SSH" "--pass=$$PASS" "--nproc=$$NPROC"
+	"--ssh=$$SSH" "--pass=$$PASS" "--spares=$$SPARES" "--nproc=$$NPROC"
 WORDS = "--overrides=$$OVERRIDES" --
 
 ifdef PYTHON
@@ -75,8 +88,8 @@ PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs checkpoints verify export sample tensorboard bench \
-	matrix python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
+	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -87,7 +100,7 @@ help: ## this list
 python-given: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check
 
-pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE
+pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)
 	@exec "$(PYTHON)" -m launch.local $(PLACE) $(WORDS) "recipe=$$RECIPE"
 
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
@@ -108,11 +121,37 @@ recipes: $(READY) ## the recipes, with size and layout
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$$FIND")
 
+status: $(READY) ## what RUN is doing now; how it ended, and the next command
+	@exec "$(PYTHON)" -m runtime.operate status "$$RUN"
+
+events: $(READY) ## what happened in RUN, newest last (KIND=life,saved FOLLOW=1)
+	@exec "$(PYTHON)" -m runtime.operate events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
+
+stop: $(READY) ## ask RUN to save and end after its step, and wait (NOW=1: without a save)
+	@exec "$(PYTHON)" -m runtime.operate stop "$$RUN" $(if $(NOW),--now)
+
+goodput: $(READY) ## where every second of RUN went; the best checkpoint.interval (MTBF=2.8h)
+	@exec "$(PYTHON)" -m runtime.operate goodput "$$RUN" "--mtbf=$$MTBF"
+
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
 
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
 	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
+
+rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
+	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
+	  "--segment=$$SEGMENT" "--why=$$WHY"
+
+branch: $(READY) ## a new run TO from STEP of RUN, linked, not copied (OVERRIDES= SEGMENT= WHY=)
+	@exec "$(PYTHON)" -m checkpoint.branch "--step=$$STEP" "--segment=$$SEGMENT" "--to=$$TO" "--why=$$WHY" \
+	  "--overrides=$$OVERRIDES" -- "$$RUN"
+
+history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
+	@exec "$(PYTHON)" -m checkpoint.tree "$$RUN"
+
+reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
+	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
 
 export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
 	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
@@ -151,8 +190,8 @@ tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://loca
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
 
-audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY=)
-	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY= SEGMENT=)
+	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
 	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"
@@ -171,3 +210,9 @@ bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Train
 
 matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
 	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")
+
+chaos: $(READY) ## faults of hosts, ranks and networks on three hosts, as root: a table (FIND=words)
+	@exec "$(PYTHON)" -m benchmarks.chaos $(if $(FIND),--find "$$FIND")
+
+crash: $(READY) ## SIGKILL at every moment of a save, then the run goes on (FIND="async torn")
+	@exec "$(PYTHON)" -m benchmarks.crash $(if $(FIND),--find "$$FIND")

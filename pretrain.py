@@ -11,20 +11,23 @@ and its learning rate are functions of N alone. The loss of step N is read after
 launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
 whatever layout it is started with.
 
-Exit status: 0 finished; 93 refused, or stopped for good: trying again would not help.
+Exit status: 0 finished, or stopped on request; 75 preempted, saved; 93 refused, or stopped for
+good: trying again would not help; 130 Ctrl-C, saved (runtime.requests).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
-from checkpoint.comm import Ranks
+from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.lease import Lease
+from checkpoint.lineage import read
 from checkpoint.origin import Origin, read_origin, same_everywhere
 from checkpoint.restore import Loaded, load
 from checkpoint.resume import Change
@@ -38,41 +41,41 @@ from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import Recipe, Shared, UserError
-from runtime import process, run_folder
+from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
 from runtime.hardware import Hardware
+from runtime.heartbeat import HEART
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
-from runtime.resuming import compare, read_state, standing
+from runtime.requests import REQUESTS, AskedEarly
+from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
-INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
         run = prepare(arguments)
-        if run is not None:
-            train(run)
+        return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except AskedEarly as asked:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        return INTERRUPTED
+        return asked.ending.status
     finally:
+        HEART.beat("end")
         process.finish()
-    return FINISHED
 
 
 @dataclass
@@ -88,7 +91,7 @@ class Run:
     process: process.Process
     engine: Engine
     ranks: Ranks  # for checkpoints, beside training's own group
-    lock: Any  # held as long as the run lives
+    lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
@@ -113,38 +116,43 @@ def prepare(arguments: list[str]) -> Run | None:
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
-    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
-    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     folder = ROOT / "runs" / recipe.run
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
     run_folder.refuse_busy(folder)
-    stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
-        return None
-    origin, notes = origin_of(recipe, stands.step, stream)
+    stands = None
+    if process.launched_rank() == 0:  # a network file system may show the others something older
+        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
+    stands = broadcast(ranks, stands, "where the run stands")
+    if stands.step >= settled.last_step:
+        say_finished(recipe, stands.step, settled.total_steps)
+        return None
+    origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, recipe, ranks)
     is_fresh = recipe.resume == "fresh"
-    documents = description(recipe, settled, me)
-    lock = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    documents = description(recipe, settled)
+    lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
+    if me.is_first:
+        HEART.show_in(folder)
     draw = None if stands.step else origin.draw if origin else initial
     engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me)
+    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
     run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lock, saver,
+        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
         None, label, stands.changes, [*warnings, *notes], counter,
     )  # fmt: skip
     if stands.step:
         restore(run)
+    saver.segment = enter_segment(run)
     return run
 
 
@@ -172,16 +180,20 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
 
 def restore(run: Run) -> None:
     """Fill the engine from the newest whole checkpoint; a collective."""
+    HEART.beat("load")
     try:
         run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
         state = read_state(run.loaded.state, run.loaded.folder)
         # The manifest that was looked at before may not be the one that was whole.
-        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past)
+        past = read(run.folder)
+        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
+    run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
+    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
@@ -189,19 +201,31 @@ def restore(run: Run) -> None:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
 
 
-def train(run: Run) -> None:
-    """The loop, and the cause on record where it does not reach its end."""
+def enter_segment(run: Run) -> int:
+    """The segment of the history that this life goes on in, the same on all ranks; a collective."""
+    number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
+    return run.ranks.exchange(number, "segment")[0]
+
+
+def train(run: Run) -> int:
+    """The loop, and the cause on record where it does not reach its end; the exit status."""
     record = open_record(run) if run.process.is_first else None
+    if record:
+        run.saver.tell = record.tell
     try:
-        loop(run, record)
+        with run.saver:  # what is in flight ends first
+            return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
         if record:
             record.ended(error)
         raise
+    finally:
+        if run.lease:
+            run.lease.release()
 
 
-def loop(run: Run, record: Record | None) -> None:
-    """One turn per step."""
+def loop(run: Run, record: Record | None) -> int:
+    """One turn per step; returns the exit status."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
     hardware = Hardware(recipe.hardware, layout, me, run.after_step)
@@ -214,7 +238,8 @@ def loop(run: Run, record: Record | None) -> None:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, clock.phase)
+    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
 
@@ -224,9 +249,12 @@ def loop(run: Run, record: Record | None) -> None:
         clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
+            HEART.beat("step", step)
+            REQUESTS.send()
             with profiler.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
+            HEART.beat("step", parts=len(micro_batches))
             lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
             engine.set_lr(lr)
             if run.counter:
@@ -242,12 +270,15 @@ def loop(run: Run, record: Record | None) -> None:
             if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
-                        to_device(batch, me.device) for batch in run.held_out
+                        to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
+                run.saver.evaluated = (step, val_loss)
             finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
             profiler.end(step)
             hardware.step(step, finished.span)
 
+            if run.lease:
+                run.lease.confirm()  # before this step goes on record
             collector.add(data)
             if data.is_update:
                 skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
@@ -262,8 +293,10 @@ def loop(run: Run, record: Record | None) -> None:
                 if data.quarantined:
                     record.quarantined(data)
             is_stuck = skips_in_a_row >= recipe.optim.max_skips
-            is_saved = run.saver.is_due(step)
-            if is_stuck or is_saved or step == last_step:
+            ending = REQUESTS.answer(step == last_step)
+            run.saver.poll()
+            is_saved = run.saver.is_due(step, ending is not None and ending.saves)
+            if is_stuck or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
@@ -276,15 +309,22 @@ def loop(run: Run, record: Record | None) -> None:
             if is_saved:
                 health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    report = run.saver.save(step, health)
-                if record:
-                    record.saved(report)
+                    run.saver.save(step, health)
+            if ending:
+                break
+    HEART.beat("end")
     hardware.close()
+    unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        record.close("finished", peak_memory_gib=peaks)
-    if is_saved and not report.ok:
-        raise Shared(f"the last step was not saved: {report.problem}")
+        cause = ending.cause if ending else "finished"
+        record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
+        REQUESTS.done()
+    if ending:
+        return ending.status
+    if is_saved and unsaved:
+        raise Shared(f"the last step was not saved: {unsaved}")
+    return FINISHED
 
 
 def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:
@@ -311,13 +351,12 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(recipe: Recipe, settled: Settled, me: process.Process) -> dict[str, str | dict]:
+def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
         "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
         "ds_config.json": settled.config,
-        "environment.json": run_folder.environment(ROOT, me.device),
     }
 
 
@@ -328,17 +367,27 @@ def open_record(run: Run) -> Record:
         run.recipe,
         run.settled,
         run.process,
-        Ledger(run.folder / "ledger", run.after_step),
+        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
         run.stream.tokens_after,
         run.after_step,
+        run.saver.segment,
     )
-    history.begin(run.folder, run.origin)
+    record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
     record.say(banner(run))
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
+
+
+def record_conditions(run: Run) -> None:
+    """Under which conditions this life trains, in environment.json."""
+    conditions = environment.environment(ROOT, run.process.device) | {
+        "layout": run.settled.layout.as_dict(),
+        "recipe": dataclasses.asdict(run.recipe),
+    }
+    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
 
 
 def banner(run: Run) -> list[str]:
@@ -356,9 +405,12 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 
 
 if __name__ == "__main__":
+    HEART.begin()
+    REQUESTS.listen()
     process.leave(main(sys.argv[1:]))

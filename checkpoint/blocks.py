@@ -7,6 +7,7 @@ Digests are xxh3-128 (xxhash.com): they find accidents, not forgery. Units: byte
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,30 @@ BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 # Blocks read or written at once.
 WINDOW_BYTES = 16 * BLOCK_BYTES
+# What can be wrong with a checkpoint: other bytes; too few or too many; no file; a link, a pipe or
+# a name that leads elsewhere; an error of the disk; committed by a writer that had lost the run;
+# whole, but not what this project writes.
+KINDS = ("flipped", "truncated", "grown", "missing", "unsafe", "unreadable", "late", "malformed")
+KIND_OF_ERROR = {errno.ENOENT: "missing", errno.ELOOP: "unsafe", errno.ENXIO: "unsafe"}
+
+
+class Problem(str):
+    """A line about damage, with its kind."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "malformed") -> Problem:
+        """`kind` is one of KINDS."""
+        problem = super().__new__(cls, text)
+        problem.kind = kind
+        return problem
 
 
 class Damaged(Exception):
     """A checkpoint is not what was written: `problems`, one line each."""
 
-    def __init__(self, *problems: str):
-        self.problems = list(problems)
+    def __init__(self, *problems: str, kind: str = "malformed"):
+        self.problems = [p if isinstance(p, Problem) else Problem(p, kind) for p in problems]
         super().__init__("\n".join(self.problems))
 
 
@@ -56,17 +74,20 @@ def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, or no
-    file.
+    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, no file,
+    or cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
+        kind = KIND_OF_ERROR.get(error.errno, "unreadable")
+        raise Damaged(f"{path}: {error.strerror}", kind=kind) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged(f"{path}: not a regular file")
+            raise Damaged(f"{path}: not a regular file", kind="unsafe")
         yield descriptor
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}", kind="unreadable") from None
     finally:
         os.close(descriptor)
 
@@ -75,7 +96,8 @@ def check_size(descriptor: int, path: Path, num_bytes: int) -> None:
     """Damaged unless the open file has exactly `num_bytes`."""
     found = os.fstat(descriptor).st_size
     if found != num_bytes:
-        raise Damaged(f"{path}: {found} bytes where {num_bytes} were written")
+        kind = "truncated" if found < num_bytes else "grown"
+        raise Damaged(f"{path}: {found} bytes where {num_bytes} were written", kind=kind)
 
 
 def read_blocks(
@@ -91,9 +113,10 @@ def read_blocks(
         try:
             count = os.preadv(descriptor, [buffer[done:]], start + done)
         except OSError as error:
-            raise Damaged(f"{path}: {error.strerror} at byte {start + done}") from None
+            text = f"{path}: {error.strerror} at byte {start + done}"
+            raise Damaged(text, kind="unreadable") from None
         if count == 0:
-            raise Damaged(f"{path}: ends at byte {start + done}")
+            raise Damaged(f"{path}: ends at byte {start + done}", kind="truncated")
         done += count
     bad = [
         first + i
@@ -102,7 +125,7 @@ def read_blocks(
     ]
     if bad:
         raise Damaged(f"{path}: {len(bad)} blocks differ from their digests, the first at byte"
-                      f" {bad[0] * BLOCK_BYTES}")  # fmt: skip
+                      f" {bad[0] * BLOCK_BYTES}", kind="flipped")  # fmt: skip
 
 
 def check_file(

@@ -8,17 +8,23 @@ error. Units: steps, bytes.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from checkpoint.blocks import Damaged, check_file, opened
+from checkpoint.blocks import Damaged, Problem, check_file, opened
 from checkpoint.comm import Comm, broadcast
+from checkpoint.epochs import Fence
 from checkpoint.manifest import (
+    NAME,
     Manifest,
+    abandoned,
     committed,
     none_is_whole,
     read_manifest,
@@ -34,7 +40,9 @@ DEPTHS = ("sizes", "sampled", "full")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the `newest` ones, and each `every` steps for ever (0 = none)."""
+    """Which checkpoints stay: the `newest` ones, each `every` steps for ever (0 = none), and the
+    one of best health.
+    """
 
     newest: int = 3
     every: int = 0
@@ -64,7 +72,7 @@ class Choice:
     damaged: list[tuple[Path, list[str]]]  # (folder, problems), newest first
 
 
-def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[str]:
+def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> list[Problem]:
     """Problems of one checkpoint folder, one line per file; none when it is whole.
 
     `sizes` checks the manifest and every file's size; `sampled` also each index and some blocks of
@@ -74,8 +82,10 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         raise ValueError(f"depth={depth}: one of {', '.join(DEPTHS)}")
     try:
         manifest = read_manifest(folder)
-    except (Damaged, UserError) as error:
-        return error.problems
+    except Damaged as damage:
+        return damage.problems
+    except UserError as error:  # of another version of the project
+        return [Problem(line) for line in error.problems]
     if depth == "sizes":
         return size_problems(folder, manifest)
     problems = []
@@ -85,6 +95,17 @@ def verify(folder: Path, depth: str = "sampled", seed: int | None = None) -> lis
         except Damaged as damage:
             problems += damage.problems
     return problems
+
+
+def unnamed(folder: Path) -> list[str]:
+    """Names in a checkpoint that its manifest does not have: nobody reads them, somebody put them
+    there. None where the folder cannot be read.
+    """
+    try:
+        known = {NAME, *read_manifest(folder).files}
+        return sorted(entry.name for entry in os.scandir(folder) if entry.name not in known)
+    except (OSError, Damaged, UserError):
+        return []
 
 
 def check_rank(
@@ -115,7 +136,7 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
         try:
             choice = _look(run_folder / "checkpoints", depth, below)
         except OSError as error:
-            choice = [f"{run_folder / 'checkpoints'}: {error.strerror}"]
+            choice = [f"{error.filename or run_folder / 'checkpoints'}: {error.strerror}"]
         except UserError as error:
             choice = error.problems
     choice = broadcast(comm, choice, "choice of the checkpoint")
@@ -194,31 +215,69 @@ def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Fo
     return outcome
 
 
-def removable(steps: Sequence[int], keep: Keep, verified: int) -> list[int]:
+def best(states: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The checkpoint of best health among {step: state of the run}; None where nothing tells. Pure.
+
+    Lowest validation loss since the save before (`health.val_loss`), of those before which no step
+    was skipped since then (`health.skipped_since_save`); of equal ones the latest.
+    """
+    found = []
+    for step, state in states.items():
+        health = state.get("health") or {}
+        loss = health.get("val_loss")
+        is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
+        if is_number and math.isfinite(loss) and health.get("skipped_since_save", 0) == 0:
+            found.append((-loss, step))
+    return max(found)[1] if found else None
+
+
+def removable(
+    steps: Sequence[int], keep: Keep, verified: int, healthiest: int | None = None
+) -> list[int]:
     """Steps that may go, once `verified` is committed and read back. Pure.
 
-    Only older ones go: a checkpoint newer than the verified one is somebody's future.
+    Only older ones go: a checkpoint newer than the verified one is somebody's future, and does not
+    count among the newest that stay.
     """
-    ordered = sorted(steps)
-    stay = set(ordered[-keep.newest :])
+    older = sorted(step for step in steps if step <= verified)
+    stay = {verified, healthiest, *older[-keep.newest :]}
     if keep.every:
-        stay |= {step for step in ordered if step % keep.every == 0}
-    return [step for step in ordered if step not in stay and step < verified]
+        stay |= {step for step in older if step % keep.every == 0}
+    return [step for step in older if step not in stay]
 
 
 def prune(
-    checkpoints: Path, keep: Keep, verified: int, epoch: int, point: Point = nothing
+    checkpoints: Path, keep: Keep, verified: int, fence: Fence, point: Point = nothing
 ) -> list[int]:
-    """Remove what `removable` names; steps that went.
+    """Remove what `removable` names, and abandoned ones that are outlived; steps that went. Raises
+    Fenced before a removal, too.
 
     A folder loses its final name first: one half removed is never taken for a checkpoint.
     """
     folders = dict(committed(checkpoints))
-    gone = removable(list(folders), keep, verified)
-    for step in gone:
-        doomed = checkpoints / f"{folders[step].name}.gone-{epoch}"
+    gone = removable(list(folders), keep, verified, best(_states(folders)))
+    passed = [found for found in abandoned(checkpoints) if outlived(found[0], keep, verified)]
+    for path in [*(folders[step] for step in gone), *(path for *_, path in passed)]:
+        doomed = checkpoints / f"{path.name}.gone-{fence.epoch}"
         point("rename old", 0)
-        os.rename(folders[step], doomed)
+        fence.check()
+        os.rename(path, doomed)
         point("remove old", 0)
         shutil.rmtree(doomed)
-    return gone
+    return [*gone, *(step for step, *_ in passed)]
+
+
+def _states(folders: Mapping[int, Path]) -> dict[int, dict[str, Any]]:
+    """State in the manifest of each checkpoint that has a whole one."""
+    states = {}
+    for step, folder in folders.items():
+        with contextlib.suppress(Damaged, UserError):
+            states[step] = read_manifest(folder).state
+    return states
+
+
+def outlived(step: int, keep: Keep, verified: int) -> bool:
+    """Whether a checkpoint of an abandoned segment may go: the run has come as far again, and a
+    person who wants to turn back once more had until then. Pure.
+    """
+    return step <= verified and not (keep.every and step % keep.every == 0)

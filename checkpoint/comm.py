@@ -10,7 +10,10 @@ waits for another that gave up. Units: seconds.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from recipes.schema import Shared, UserError
 
 
 class Comm(Protocol):
@@ -67,3 +70,16 @@ class Ranks:
 def broadcast(comm: Comm, value: Any, what: str) -> Any:
     """Rank 0's value on every rank."""
     return comm.exchange(value if comm.rank == 0 else None, what)[0]
+
+
+def together(comm: Comm, action: Callable[[], Any], what: str) -> Any:
+    """What `action` gives on this rank; where any rank refuses, all raise its words as Shared."""
+    value, problems = None, None
+    try:
+        value = action()
+    except UserError as error:
+        problems = error.problems
+    refused = [found for found in comm.exchange(problems, what) if found]
+    if refused:
+        raise Shared(*refused[0])
+    return value

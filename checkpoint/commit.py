@@ -7,12 +7,14 @@
 
 The one rule: between two phases every rank learns how all others fared, and one failure is
 everyone's failure: the save is given up with one message, training goes on, older checkpoints stay.
-A folder under its final name is complete and durable, at every moment, whoever dies. Units:
-seconds, bytes, steps.
+A folder under its final name is complete and durable, at every moment, whoever dies. Before
+anything becomes final rank 0 asks its fence: where another life of the run has begun, all ranks
+raise Fenced. Units: seconds, bytes, steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -23,10 +25,11 @@ from typing import Any
 
 from checkpoint import manifest as manifests
 from checkpoint.blocks import Damaged
-from checkpoint.choose import KEEP, Keep, check_rank, prune
+from checkpoint.choose import KEEP, Keep, check_rank, prune, set_aside
 from checkpoint.comm import Comm
+from checkpoint.epochs import Fence, Fenced, Open
 from checkpoint.index import Fragment, holes, merge
-from checkpoint.manifest import Manifest, encode, folder_name
+from checkpoint.manifest import Manifest, encode, folder_name, segment_of
 from checkpoint.storage import (
     Point,
     index_name,
@@ -78,40 +81,41 @@ def save(
     *,
     local: dict[str, Any] | None = None,
     keep: Keep = KEEP,
-    epoch: int = 0,
+    fence: Fence | None = None,
     verify: str = "sampled",
     point: Point = nothing,
 ) -> SaveReport:
     """Save the state after update `step`; a collective of all ranks.
 
-    `state` is JSON of the run (rank 0's counts), `local` of this rank. `verify` is sampled or full.
-    What fails on any rank is reported, not raised. Raises RuntimeError only where the ranks lose
-    each other, so that none waits for ever.
+    `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
+    `verify` is sampled or full. What fails on any rank is reported, not raised. Raises Fenced on
+    all ranks where another life of the run has begun, and RuntimeError where the ranks lose each
+    other, so that none waits for ever.
     """
     began = time.perf_counter()
+    fence = fence or Open()
     checkpoints = run_folder / "checkpoints"
-    final = checkpoints / folder_name(step)
-    temporary = checkpoints / f"{final.name}.tmp-{epoch}"
+    final = checkpoints / folder_name(step, segment_of(state))
     phase = _Phases(comm, point)
-    problem, total, removed, notes = None, 0, (), ()
+    problem, total, removed, notes, temporary = None, 0, (), (), None
     try:
-        phase("prepare", lambda: _prepare(checkpoints, final, temporary, point), only=0)
+        temporary = phase("prepare", lambda: _prepare(checkpoints, final, fence, point), only=0)[0]
         written = phase(
             "write", lambda: _write(temporary, fragments, local or {}, comm.rank, point)
         )
         files = {name: entry for part in written for name, entry in part.items()}
         total = sum(size for size, _ in files.values())
-        made = Manifest(step, epoch, comm.world, state, files)
-        notes = phase("commit", lambda: _commit(temporary, final, made, point), only=0)[0]
+        made = Manifest(step, fence.epoch, comm.world, state, files)
+        notes = phase("commit", lambda: _commit(temporary, final, made, fence, point), only=0)[0]
         phase("verify", lambda: check_rank(final, comm.rank, files, verify))
         removed, more = phase(
-            "prune", lambda: _prune(checkpoints, keep, step, epoch, point), only=0
+            "prune", lambda: _prune(checkpoints, keep, step, fence, point), only=0
         )[0]
         notes = [*notes, *more]
     except SaveFailed as failure:
         problem = str(failure)
-        if comm.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(SaveFailed):
+            phase("give up", lambda: _give_up(temporary, fence), only=0)
     seconds = time.perf_counter() - began
     return SaveReport(
         step, final, problem is None, problem, total, seconds, seconds, tuple(removed), tuple(notes)
@@ -125,22 +129,27 @@ class _Phases:
         self.comm, self.point = comm, point
 
     def __call__(self, what: str, action: Callable[[], Any], only: int | None = None) -> list[Any]:
-        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed on all
-        ranks.
+        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed, or Fenced,
+        on all ranks.
         """
-        value, problem = None, None
+        value, problem, lost = None, None, None
         if only is None or only == self.comm.rank:
             try:
                 value = action()
+            except Fenced as error:
+                lost = str(error)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = _cause(error)
         self.point(f"exchange {what}", self.comm.rank)
-        outcomes = self.comm.exchange((value, problem), f"checkpoint {what}")
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
+        outcomes = self.comm.exchange((value, problem, lost), f"checkpoint {what}")
+        for _, _, text in outcomes:
+            if text:
+                raise Fenced(text)
+        problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text]
         if problems:
             more = f" (and {len(problems) - 1} other ranks)" if len(problems) > 1 else ""
             raise SaveFailed(f"{what}: {problems[0]}{more}")
-        return [value for value, _ in outcomes]
+        return [value for value, _, _ in outcomes]
 
 
 def _cause(error: Exception) -> str:
@@ -151,22 +160,44 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _prepare(checkpoints: Path, final: Path, temporary: Path, point: Point) -> None:
+def _prepare(checkpoints: Path, final: Path, fence: Fence, point: Point) -> Path:
+    """Rank 0: the folder that all ranks write into, named after its epoch."""
+    fence.check()
     checkpoints.mkdir(parents=True, exist_ok=True)
     sync_folder(checkpoints.parent)  # the name `checkpoints` must outlive a power cut, too
-    if os.path.lexists(final):
+    if os.path.lexists(final) and not _was_late(final):
         raise FileExistsError(17, "this step is saved already; a checkpoint is never overwritten",
                               str(final))  # fmt: skip
-    manifests.sweep(checkpoints)
+    manifests.sweep(checkpoints, fence.epoch)
     point("open folder", 0)
+    temporary = checkpoints / f"{final.name}.tmp-{fence.epoch}"
     with naming(temporary):
         temporary.mkdir()
+    return temporary
+
+
+def _give_up(temporary: Path | None, fence: Fence) -> None:
+    """Remove what there is; where it failed because another life has begun, that is the cause."""
+    fence.check()
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _was_late(final: Path) -> bool:
+    """Set aside what a writer that had lost the run committed under this name after all."""
+    try:
+        manifests.read_manifest(final)
+    except Damaged as damage:
+        if damage.problems[0].kind == "late":
+            set_aside([final])
+            return True
+    return False
 
 
 def _write(
     temporary: Path, fragments: Sequence[Fragment], local: dict, rank: int, point: Point
 ) -> dict[str, list]:
-    deadline = time.monotonic() + LAG_S
+    deadline = time.monotonic() + (LAG_S if rank else 0)  # rank 0 made it
     while not temporary.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
     files = write_rank(temporary, rank, fragments, local, point)
@@ -175,8 +206,12 @@ def _write(
     return files
 
 
-def _commit(temporary: Path, final: Path, made: Manifest, point: Point) -> list[str]:
-    """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm."""
+def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: Point) -> list[str]:
+    """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm.
+
+    A process that is stopped between the last check and the rename finds, when it goes on, that the
+    folder is gone: the next life takes its name away before it lists what is committed.
+    """
     missing = holes(
         merge([read_index(temporary, r, made.files[index_name(r)]) for r in range(made.world)])
     )
@@ -192,33 +227,39 @@ def _commit(temporary: Path, final: Path, made: Manifest, point: Point) -> list[
         point("fsync folder", 0)
         sync_folder(temporary)
         point("commit", 0)
-        os.rename(temporary, final)
+        fence.check()
+        try:
+            os.rename(temporary, final)
+        except FileNotFoundError:
+            fence.check()  # says who took it
+            raise
         point("fsync parent", 0)
         sync_folder(final.parent)
     try:
-        _hint(final, point)
+        _hint(final, fence, point)
     except OSError as error:
         return [f"the hint 'latest' was not written, which no run depends on: {_cause(error)}"]
     return []
 
 
 def _prune(
-    checkpoints: Path, keep: Keep, step: int, epoch: int, point: Point
+    checkpoints: Path, keep: Keep, step: int, fence: Fence, point: Point
 ) -> tuple[list[int], list[str]]:
     """Steps that went, and a note when one cannot be removed: the new checkpoint is none the
     worse."""
     try:
-        return prune(checkpoints, keep, step, epoch, point), []
+        return prune(checkpoints, keep, step, fence, point), []
     except OSError as error:
         return [], [f"older checkpoints were not removed: {_cause(error)}"]
 
 
-def _hint(final: Path, point: Point) -> None:
+def _hint(final: Path, fence: Fence, point: Point) -> None:
     """`latest`: for people and other tools; resuming never reads it."""
     new = final.parent / "latest.new"
     new.unlink(missing_ok=True)
     write_file(new, f"{final.name}\n".encode(), 0, point, "hint")
     point("rename hint", 0)
+    fence.check()
     with naming(new):
         os.rename(new, final.parent / "latest")
     sync_folder(final.parent)

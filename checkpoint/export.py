@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.list import run_folder
+from checkpoint.manifest import run_folder
 from checkpoint.weights import RunWeights, check_names, find_tokenizer
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder

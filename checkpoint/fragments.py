@@ -23,6 +23,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from checkpoint.index import WEIGHT, Fragment
 from checkpoint.rectangles import Box
+from checkpoint.replicas import Replica
+from parallel.mesh import Mesh
 
 STEP = "step"
 
@@ -58,6 +60,27 @@ def place(
         box = Box(shard.full, shape, shard.dim, shard.offset)
     is_replica = box.dim is None and tensor_index > 0
     return box, not (is_replica or getattr(parameter, "is_copy", False))
+
+
+def replicas(ds: Any, mesh: Mesh) -> list[Replica]:
+    """Working weights of this rank that other ranks hold too, in the model's order.
+
+    Under ZeRO-3 those that stay gathered. Secondary partitions (ZeRO++) are not looked at.
+    """
+    found = []
+    for name, parameter in ds.module.named_parameters():
+        if hasattr(parameter, "ds_id") and not parameter.ds_persist:
+            continue
+        shard = getattr(parameter, "shard", None)
+        is_cut = shard is not None and shard.dim is not None
+        is_tied = getattr(parameter, "is_tied", False)
+        if mesh.data.size > 1 or is_tied or (mesh.tensor.size > 1 and not is_cut):
+            places = [
+                "tied weights" if is_tied else f"pipeline stage {mesh.pipeline.index}",
+                *([f"tensor rank {mesh.tensor.index}"] if is_cut else []),
+            ]
+            found.append(Replica(name, ", ".join(places), parameter))
+    return found
 
 
 def create_states(ds: Any) -> None:

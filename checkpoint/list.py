@@ -1,8 +1,12 @@
-"""`python -m checkpoint.list RUN`: the checkpoints of a run - step, size, age, layout, condition.
+"""`make checkpoints RUN=`: the checkpoints of a run, one a line.
 
-RUN is a run folder or the name of one under runs/. Looks at manifests and sizes;
-`checkpoint.verify` reads the bytes. Exit code 0, 1 when one is damaged, 2 when there is no such
-run.
+    step  segment  size  ranks  age  verified  val loss  skipped  tags             layout
+
+Its one rule: it looks at manifests and sizes only; `checkpoint.verify` reads the bytes. `verified`
+says how much was read back when it was saved, `val loss` the newest one since the save before,
+`skipped` how many steps did not move the weights since then. Tags: best (lowest validation loss of
+those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the run was taken back
+behind it). Exit code 0, 1 when one is damaged, 2 when there is no such run.
 """
 
 from __future__ import annotations
@@ -11,35 +15,51 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.choose import verify
-from checkpoint.manifest import NAME, committed, read_manifest
+from checkpoint.choose import best, verify
+from checkpoint.lineage import lineage_of
+from checkpoint.manifest import NAME, all_committed, read_manifest, run_folder
+from recipes.command import refuse
+from recipes.schema import UserError
+
+AXES = ("pipeline", "data", "context", "tensor", "stage")
+HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",
+        "layout"]  # fmt: skip
 
 
-def run_folder(name: str) -> Path | None:
-    """The folder of a run given by path or by name."""
-    for path in (Path(name), Path("runs") / name):
-        if (path / "checkpoints").is_dir():
-            return path
-    return None
-
-
-def row(step: int, folder: Path) -> tuple[list[str], list[str]]:
-    """(cells of one line, problems)."""
+def row(
+    step: int, segment: int, folder: Path, tags: list[str]
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """(cells of one line, problems, state of the run)."""
     problems = verify(folder, "sizes")
     try:
         manifest = read_manifest(folder)
-        size, ranks = f"{manifest.num_bytes / 2**20:.1f} MiB", str(manifest.world)
-        layout = manifest.state.get("layout") or {}
-        axes = [f"{key} {layout[key]}" for key in ("pipeline", "data", "context", "tensor", "stage")
-                if key in layout]  # fmt: skip
         age = f"{(time.time() - (folder / NAME).stat().st_mtime) / 3600:.1f} h"
     except (Damaged, OSError):
-        size = ranks = age = "?"
-        axes = []
-    condition = "damaged" if problems else "whole"
-    return [str(step), size, ranks, age, condition, ", ".join(axes)], problems
+        cells = [str(step), str(segment), "?", "?", "?", "damaged", "?", "?", " ".join(tags), ""]
+        return cells, problems, {}
+    state = manifest.state
+    layout, health = state.get("layout") or {}, state.get("health") or {}
+    knobs = (state.get("recipe") or {}).get("checkpoint") or {}
+    every = knobs.get("keep_every") or 0
+    if every and step % every == 0:
+        tags = ["permanent", *tags]
+    loss, skipped = health.get("val_loss"), health.get("skipped_since_save")
+    cells = [
+        str(step),
+        str(segment),
+        f"{manifest.num_bytes / 2**20:.1f} MiB",
+        str(manifest.world),
+        age,
+        "damaged" if problems else knobs.get("verify", "?"),
+        "-" if loss is None else f"{loss:.4f}",
+        "-" if skipped is None else str(skipped),
+        " ".join(tags) or "-",
+        ", ".join(f"{key} {layout[key]}" for key in AXES if key in layout),
+    ]
+    return cells, problems, state
 
 
 def table(rows: list[list[str]]) -> str:
@@ -60,12 +80,23 @@ def main(arguments: list[str]) -> int:
     if run is None:
         print(f"{name}: no run with checkpoints here or under runs/", file=sys.stderr)
         return 2
-    rows, problems = [["step", "size", "ranks", "age", "condition", "layout"]], []
-    for step, folder in committed(run / "checkpoints"):
-        cells, found = row(step, folder)
+    try:
+        current = lineage_of(run)
+    except UserError as error:
+        return refuse(error)
+    rows, states, problems = [], {}, []
+    for step, segment, folder in all_committed(run / "checkpoints"):
+        is_ours = current.holds(segment, step)
+        cells, found, state = row(step, segment, folder, [] if is_ours else ["abandoned"])
+        if is_ours and not found:
+            states[step] = state
         rows.append(cells)
         problems += found
-    print(table(rows))
+    healthiest = best(states)
+    for cells in rows:
+        if cells[0] == str(healthiest) and "abandoned" not in cells[8]:
+            cells[8] = "best" if cells[8] == "-" else f"best {cells[8]}"
+    print(table([HEAD, *rows]))
     for problem in problems:
         print(problem)
     return 1 if problems else 0

@@ -16,20 +16,23 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged, check_size, digest, opened
+from checkpoint.epochs import is_late
+from checkpoint.lineage import Lineage, lineage_of
 from recipes.schema import UserError
 
 FORMAT = 1
 NAME = "MANIFEST.json"
 FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.(bin|json)", re.ASCII)
-STEP_PATTERN = re.compile(r"step-(\d{8,18})", re.ASCII)
+STEP_PATTERN = re.compile(r"step-(\d{8,18})(?:-segment-([1-9]\d{0,8}))?", re.ASCII)
 # Leftovers of a save or a removal that did not end: <step>.tmp-<epoch>, <step>.gone-<epoch>.
-STALE_PATTERN = re.compile(r"step-\d{8,18}\.(tmp|gone)-\d+", re.ASCII)
+STALE_PATTERN = re.compile(rf"{STEP_PATTERN.pattern}\.(?P<kind>tmp|gone)-(?P<number>\d+)", re.ASCII)
 HEAD = '{"checksum":"'
 BLANK = "0" * 32
 MOST_BYTES = 64 << 20
@@ -52,9 +55,16 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def folder_name(step: int) -> str:
-    """step-00001200: eight digits, so that a listing sorts for people; code compares numbers."""
-    return f"step-{step:08d}"
+def folder_name(step: int, segment: int = 0) -> str:
+    """step-00001200, or step-00001200-segment-1 of a run that was taken back: eight digits, so that
+    a listing sorts for people; code compares numbers. Segments never overwrite each other's.
+    """
+    return f"step-{step:08d}" + (f"-segment-{segment}" if segment else "")
+
+
+def segment_of(state: Any) -> int:
+    """The segment in a run's state; 0 where it has none."""
+    return state.get("segment", 0) if isinstance(state, dict) else 0
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -72,7 +82,8 @@ def decode(data: bytes, path: Path) -> Manifest:
     stored = data[len(head) : len(head) + 32]
     blank = data[: len(head)] + BLANK.encode() + data[len(head) + 32 :]
     if not data.startswith(head) or digest(blank).hex().encode() != stored:
-        raise Damaged(f"{path}: differs from its checksum")
+        kind = "flipped" if data.endswith(b"}\n") else "truncated"
+        raise Damaged(f"{path}: differs from its checksum", kind=kind)
     try:
         values = json.loads(data)
         del values["checksum"]
@@ -83,6 +94,8 @@ def decode(data: bytes, path: Path) -> Manifest:
             return manifest
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path}: {error}") from None
+    except Damaged as damage:
+        raise Damaged(f"{path}: {damage}", kind=damage.problems[0].kind) from None
     raise UserError(
         f"{path}: written in format {written!r}, and this version of the project reads format"
         f" {FORMAT}; go on with the version that wrote it"
@@ -100,7 +113,7 @@ def _check(manifest: Manifest) -> None:
     }
     for name, entry in manifest.files.items():
         if not FILE_PATTERN.fullmatch(name):
-            raise ValueError(f"illegal file name {name[:80]!r}")
+            raise Damaged(f"illegal file name {name[:80]!r}", kind="unsafe")
         size, text = entry
         if type(size) is not int or size < 0 or not re.fullmatch(r"[0-9a-f]{32}", text, re.ASCII):
             raise ValueError(f"illegal entry of {name}")
@@ -110,20 +123,29 @@ def _check(manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a committed checkpoint folder. Raises Damaged, also for a link or another
-    step.
+    step, or one committed by a writer that had lost the run.
     """
     path = folder / NAME
     if folder.is_symlink():
-        raise Damaged(f"{folder}: a link, not a folder")
+        raise Damaged(f"{folder}: a link, not a folder", kind="unsafe")
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MOST_BYTES:
-            raise Damaged(f"{path}: {size} bytes is no manifest")
+            raise Damaged(f"{path}: {size} bytes is no manifest", kind="grown")
         with os.fdopen(os.dup(descriptor), "rb") as file:
             manifest = decode(file.read(), path)
     named = STEP_PATTERN.fullmatch(folder.name)
     if named and int(named.group(1)) != manifest.step:
         raise Damaged(f"{path}: is of step {manifest.step}")
+    if named and int(named.group(2) or 0) != segment_of(manifest.state):
+        raise Damaged(f"{path}: is of segment {segment_of(manifest.state)}")
+    after = is_late(folder.parent.parent, folder.name, manifest.epoch)
+    if after is not None:
+        raise Damaged(
+            f"{path}: of epoch {manifest.epoch}, committed when epoch {after} had the run already,"
+            " by a process that had been stopped for long; it is no checkpoint",
+            kind="late",
+        )
     return manifest
 
 
@@ -148,8 +170,33 @@ def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
     )
 
 
-def committed(checkpoints: Path) -> list[tuple[int, Path]]:
-    """[(step, folder)] in numeric order of what was once committed; stray names and links are no
+def run_folder(name: str) -> Path | None:
+    """The folder of a run given by path or by name."""
+    for path in (Path(name), Path("runs") / name):
+        if (path / "checkpoints").is_dir():
+            return path
+    return None
+
+
+def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[int, Path]]:
+    """[(step, folder)] in numeric order of what was once committed and belongs to the run's current
+    lineage, or to `lineage`. Raises UserError where the run's history is damaged.
+    """
+    chosen = lineage or lineage_of(checkpoints.parent)
+    return [
+        (step, path) for step, segment, path in all_committed(checkpoints)
+        if chosen.holds(segment, step)
+    ]  # fmt: skip
+
+
+def abandoned(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """[(step, segment, folder)] of what was committed before the run was taken back behind it."""
+    chosen = lineage_of(checkpoints.parent)
+    return [found for found in all_committed(checkpoints) if not chosen.holds(found[1], found[0])]
+
+
+def all_committed(checkpoints: Path) -> list[tuple[int, int, Path]]:
+    """[(step, segment, folder)] in numeric order, of every segment; stray names and links are no
     step.
     """
     found = []
@@ -160,22 +207,42 @@ def committed(checkpoints: Path) -> list[tuple[int, Path]]:
     for entry in entries:
         match = STEP_PATTERN.fullmatch(entry.name)
         if match and entry.is_dir(follow_symlinks=False):
-            found.append((int(match.group(1)), checkpoints / entry.name))
+            place = int(match.group(1)), int(match.group(2) or 0)
+            found.append((*place, checkpoints / entry.name))
     return sorted(found)
 
 
-def sweep(checkpoints: Path, keep: Path | None = None) -> list[str]:
-    """Remove what unfinished saves and removals left; names that went. Never follows links; what
-    cannot be removed stays, since only its own step is in its way.
+def disown(checkpoints: Path, epoch: int) -> None:
+    """Take their names from folders that `epoch` and older ones save into: none of them can be
+    committed from now on. Raises OSError.
+    """
+    for path, kind, number in _stale(checkpoints):
+        if kind == "tmp" and number <= epoch:
+            os.rename(path, f"{str(path).partition('.tmp-')[0]}.gone-{time.time_ns()}")
+
+
+def sweep(checkpoints: Path, epoch: int) -> list[str]:
+    """Remove what removals left, and unfinished saves of `epoch` and older ones; names that went.
+
+    Never follows links; what cannot be removed stays, since only its own step is in its way.
     """
     gone = []
-    for entry in os.scandir(checkpoints) if checkpoints.is_dir() else ():
-        path = checkpoints / entry.name
-        if STALE_PATTERN.fullmatch(entry.name) and path != keep:
+    for path, kind, number in _stale(checkpoints):
+        if kind == "gone" or number <= epoch:
             with contextlib.suppress(OSError):
                 if stat.S_ISDIR(os.lstat(path).st_mode):
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-                gone.append(entry.name)
+                gone.append(path.name)
     return gone
+
+
+def _stale(checkpoints: Path) -> list[tuple[Path, str, int]]:
+    """[(path, tmp or gone, number)] of leftovers."""
+    found = []
+    for entry in list(os.scandir(checkpoints)) if checkpoints.is_dir() else ():
+        match = STALE_PATTERN.fullmatch(entry.name)
+        if match:
+            found.append((checkpoints / entry.name, match["kind"], int(match["number"])))
+    return found

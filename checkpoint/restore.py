@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.choose import Choice, Found, at_step, choose
-from checkpoint.comm import Comm
+from checkpoint.choose import Choice, Found, at_step, choose, unnamed
+from checkpoint.comm import Comm, broadcast
 from checkpoint.index import Fragment, Index, merge, plan
 from checkpoint.manifest import Manifest, none_is_whole
 from checkpoint.storage import (
@@ -45,6 +45,7 @@ class Loaded:
     bytes: int  # read by this rank
     seconds: float
     damaged: list[tuple[Path, list[str]]]  # newer checkpoints passed over, with their problems
+    unnamed: list[str]  # files in the folder that are none of the checkpoint's
 
 
 def load(
@@ -74,14 +75,17 @@ def load(
         if not problems:
             seconds = time.perf_counter() - began
             state = found.manifest.state
-            return Loaded(found.step, found.folder, state, local, count, seconds, damaged)
+            extra = broadcast(
+                comm, unnamed(found.folder) if comm.rank == 0 else None, "extra files"
+            )
+            return Loaded(found.step, found.folder, state, local, count, seconds, damaged, extra)
         if step is not None:
             raise UserError(*problems)
         damaged.append((found.folder, problems))
 
 
 def _step_of(folder: Path | None) -> int | None:
-    return None if folder is None else int(folder.name.removeprefix("step-"))
+    return None if folder is None else int(folder.name.split("-")[1])
 
 
 def _attempt(

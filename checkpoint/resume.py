@@ -41,6 +41,8 @@ FREE = (
     "ds",
     "checkpoint",
     "hardware",
+    "watch",
+    "restart",
     "eval_every",
     "eval_tokens",
     "data.prefetch",

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from checkpoint.export import export
-from checkpoint.list import run_folder
+from checkpoint.manifest import run_folder
 from checkpoint.weights import RunWeights, find_tokenizer
 from recipes.schema import UserError
 

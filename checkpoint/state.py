@@ -24,6 +24,8 @@ NEEDED = {
     "data": ("order_version", "corpora", "window_tokens"),
     "health": ("skips_in_a_row", "skipped_steps"),
 }
+# Fields that older checkpoints do not have.
+LATER = {"saving"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class RunState:
     versions: dict[str, Any] = field(default_factory=dict)
     segment: int = 0  # of the run's history
     health: dict[str, Any] = field(default_factory=dict)  # statistics of the verdicts
+    saving: dict[str, Any] = field(default_factory=dict)  # checkpoint.interval=auto: the next save
     recipe_hash: str = ""  # filled here
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class RunState:
     def from_dict(cls, values: dict[str, Any]) -> RunState:
         """The inverse of `as_dict`. Raises Damaged for missing, unknown or wrong fields."""
         names = {one.name for one in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
+        if not isinstance(values, dict) or set(values) | LATER != names:
             got = sorted(set(values) ^ names) if isinstance(values, dict) else type(values).__name__
             raise Damaged(f"state: missing or unknown fields {got}")
         for name in ("step", "tokens", "optimizer_step", "seed", "segment"):

@@ -77,8 +77,8 @@ def write_rank(
         point("open data", rank)
         writer = _Writer(path, rank, point, pinned=any(f.tensor.is_cuda for f in ordered))
         try:
-            for fragment in ordered:
-                writer.append(fragment.tensor)
+            for run in runs(fragment.tensor for fragment in ordered):
+                writer.append(run)
             num_bytes, digests = writer.finish()
         finally:
             os.close(writer.descriptor)
@@ -122,6 +122,31 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of one-dim tensors in order, as few one-dim uint8 tensors as their memory allows.
+
+    Pieces of a flat partition, and of a snapshot, lie one behind the other.
+    """
+    waiting: torch.Tensor | None = None
+    for tensor in tensors:
+        found = tensor.detach().contiguous().view(torch.uint8)
+        if waiting is not None and _follows(waiting, found):
+            joined = (waiting.numel() + found.numel(),)
+            waiting = waiting.as_strided(joined, (1,), waiting.storage_offset())
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = found
+    if waiting is not None:
+        yield waiting
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether two uint8 tensors are neighbours in one storage."""
+    storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    return storage and before.data_ptr() + before.numel() == after.data_ptr()
+
+
 class _Writer:
     """A file that grows window by window, each block digested before it is written."""
 
@@ -133,31 +158,38 @@ class _Writer:
         self.filled = self.written = 0
         self.digests: list[bytes] = []
 
-    def append(self, tensor: torch.Tensor) -> None:
-        """Add the bytes of a one-dim tensor."""
-        source, done = tensor.detach().contiguous().view(torch.uint8), 0
+    def append(self, source: torch.Tensor) -> None:
+        """Add a one-dim uint8 tensor. Whole windows of host memory are written where they lie."""
+        done = 0
         while done < len(source):
             count = min(WINDOW_BYTES - self.filled, len(source) - done)
-            self.window[self.filled : self.filled + count].copy_(source[done : done + count])
-            self.filled, done = self.filled + count, done + count
-            if self.filled == WINDOW_BYTES:
-                self._flush()
+            part = source[done : done + count]
+            if count == WINDOW_BYTES and part.device.type == "cpu":
+                self._write(part)
+            else:
+                self.window[self.filled : self.filled + count].copy_(part)
+                self.filled += count
+                if self.filled == WINDOW_BYTES:
+                    self._write(self.window)
+                    self.filled = 0
+            done += count
 
-    def _flush(self) -> None:
-        data = memoryview(self.window.numpy())[: self.filled]
-        blocks = range(0, self.filled, BLOCK_BYTES)
+    def _write(self, window: torch.Tensor) -> None:
+        data = memoryview(window.numpy())
+        blocks = range(0, len(data), BLOCK_BYTES)
         self.digests += [digest(data[at : at + BLOCK_BYTES]) for at in blocks]
         self.point("write data", self.rank)
         _write_all(self.descriptor, data)
         # Linux begins to write these pages out now, so that the fsync at the end finds little to
         # do, and a checkpoint does not push the corpus out of the page cache.
-        os.posix_fadvise(self.descriptor, self.written, self.filled, os.POSIX_FADV_DONTNEED)
-        self.written, self.filled = self.written + self.filled, 0
+        os.posix_fadvise(self.descriptor, self.written, len(data), os.POSIX_FADV_DONTNEED)
+        self.written += len(data)
 
     def finish(self) -> tuple[int, list[bytes]]:
         """Write the rest, fsync; (bytes of the file, digest of each block)."""
         if self.filled:
-            self._flush()
+            self._write(self.window[: self.filled])
+            self.filled = 0
         self.point("fsync data", self.rank)
         os.fsync(self.descriptor)
         return self.written, self.digests
@@ -192,7 +224,7 @@ def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             data = file.read(num_bytes + 1)
     if len(data) != num_bytes or digest(data).hex() != expected:
-        raise Damaged(f"{path}: differs from its digest")
+        raise Damaged(f"{path}: differs from its digest", kind="flipped")
     return data
 
 

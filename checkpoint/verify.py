@@ -9,9 +9,8 @@ import argparse
 import sys
 import time
 
-from checkpoint.choose import DEPTHS, verify
-from checkpoint.list import run_folder
-from checkpoint.manifest import committed
+from checkpoint.choose import DEPTHS, unnamed, verify
+from checkpoint.manifest import committed, run_folder
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +40,9 @@ def main(arguments: list[str]) -> int:
             f" {seconds:.2f} s"
         )
         for problem in problems:
-            print(f"  {problem}")
+            print(f"  {problem.kind}: {problem}")
+        if not problems and (extra := unnamed(folder)):
+            print(f"  note: files that are none of the checkpoint's: {', '.join(extra)}")
         is_whole = is_whole and not problems
     return 0 if is_whole else 1
 

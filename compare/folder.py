@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from recipes.schema import UserError
 from runtime.records import append_line, read_lines
-from runtime.run_folder import hold, refuse_unwritable
+from runtime.run_folder import Lock, hold, refuse_unwritable
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -85,8 +85,8 @@ def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
     return f"{key} {short[0]} there, {short[1]} now"
 
 
-def open_comparison(folder: Path, wanted: dict[str, Any]) -> TextIO:
-    """Make or enter the folder as its only process; the lock lasts as long as the returned file."""
+def open_comparison(folder: Path, wanted: dict[str, Any]) -> Lock:
+    """Make or enter the folder as its only process, as long as the returned lock is kept."""
     refuse_another(folder, wanted)
     if "repeats" in wanted:  # rounds that were started once stay its own
         wanted = {

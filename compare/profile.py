@@ -109,8 +109,8 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
         "checkpoint.interval=0", "checkpoint.at_end=false", f"stop_after={steps[-1]}",
         f"log.profile={options.steps}", *options.words, f"run={folder.name}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "launch.local", "--with-parent", "--nproc", str(ranks), "--"]
-    return [*command, *words], folder
+    options = ["--with-parent", "--once", "--nproc", str(ranks)]
+    return [sys.executable, "-m", "launch.local", *options, "--", *words], folder
 
 
 def read_profile(folder: Path) -> dict[str, Any]:

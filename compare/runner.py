@@ -73,7 +73,7 @@ def is_finished(folder: Path, steps: int) -> bool:
     """Whether the last life of a run reached the comparison's last step."""
     if not (folder / METRICS).is_file():
         return False
-    events = [event["kind"] for event in read_events(folder)]
+    events = [event["kind"] for event in read_events(folder) if event["kind"] != "life"]
     lines = read_metrics(folder)
     return bool(events) and events[-1] == "finished" and bool(lines) and lines[-1]["step"] == steps
 
@@ -138,7 +138,7 @@ def log_of(folder: Path, turn: Turn) -> Path:
 
 def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
     """Start a run, wait for its end, return its exit status; `moved(steps)` while it goes on."""
-    command = [*entry(plan.ranks, "--with-parent"), *plan.words(turn)]
+    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.words(turn)]
     with open(log_of(folder, turn), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()
@@ -201,6 +201,7 @@ def why(folder: Path, log: Path, status: int) -> str:
     own = [line for line in errors if "ChildFailedError" not in line]
     signals = re.findall(r"[Ss]ignal (\d+)", text) + ([str(-status)] if status < 0 else [])
     events = read_events(folder) if folder.is_dir() else []
+    events = [event for event in events if event["kind"] != "life"]
     recorded = [event["reason"] for event in events[-1:] if event.get("reason")]
     if said or recorded or own:
         line = (said or recorded or own)[-1]

@@ -15,20 +15,24 @@ Exit status: 0 = all agrees; 1 = it does not; 2 = there is nothing to audit.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from checkpoint import history
+from checkpoint.lineage import lineage, run_folder, segments
 from data.ledger import batch_hash, read_ledger
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
 from data.trace import origins, pieces_of_step, steps_of_document
+from data.usage import use_problems
 from model.cost import num_parameters
 from recipes.check import to_recipe
 from recipes.compose import compose
@@ -47,20 +51,39 @@ class Era:
 
     first: int
     end: int
-    stream: Stream
+    recipe: Recipe
+
+    @functools.cached_property
+    def stream(self) -> Stream:
+        """Opened when it is needed: most audits look at few eras."""
+        return stream_of(self.recipe)
 
 
 @dataclass(frozen=True)
 class Audited:
-    """A run: the recipes it had, and what it recorded."""
+    """A run: the recipes it had in each segment, and what it recorded."""
 
     name: str
-    eras: list[Era]
-    lines: dict[int, dict]  # train step -> ledger line, the newest of each
+    history: list[dict]
+    eras_of: dict[int, list[Era]]  # segment -> eras of its lineage
+    recorded: list[dict]  # all ledger lines, abandoned ones too
+    segment: int  # whose lineage is looked at
     steps: int  # planned length
 
-    def era(self, step: int) -> Era:
-        return next(era for era in self.eras if era.first <= step < era.end)
+    @functools.cached_property
+    def lines(self) -> dict[int, dict]:
+        """Train step -> ledger line of the lineage."""
+        return own_lines(self.recorded, self.history, self.segment)
+
+    @property
+    def eras(self) -> list[Era]:
+        """Those of the lineage."""
+        return self.eras_of[self.segment]
+
+    def era(self, step: int, segment: int | None = None) -> Era:
+        """The one that holds for a step of a segment."""
+        eras = self.eras if segment is None else self.eras_of[segment]
+        return next((era for era in eras if era.first <= step < era.end), eras[-1])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,12 +94,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--doc", help="document number, or SOURCE:NUMBER")
     parser.add_argument("--diff", metavar="OTHER", help="another run to compare with")
     parser.add_argument("--text", action="store_true", help="print the text, too")
+    parser.add_argument("--segment", type=int, help="look at this segment's lineage")
     parser.add_argument("--every", type=int, default=1, help="check every k-th recorded step")
     options = parser.parse_args(arguments)
     try:
         if options.diff is not None:
             return diff(ledger_of(options.run), ledger_of(options.diff), options.run, options.diff)
-        run = open_run(run_folder(options.run))
+        run = open_run(run_folder(options.run, ROOT), options.segment)
         if options.step is not None:
             return show_step(run, options.step, options.text)
         if options.doc is not None:
@@ -96,10 +120,17 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
     data_step = line["data_step"] if line else stream.skips.data_step(step)
     first, end = stream.sample_range(data_step)
     found = rebuilt(stream, data_step, line)
+    where = f"step {step}" + (f" in segment {line['segment']}" if line else "")
     print(
-        f"{run.name}, step {step}: data step {data_step}, samples {first} to {end - 1},"
+        f"{run.name}, {where}: data step {data_step}, samples {first} to {end - 1},"
         f" batch hash {found}"
     )
+    for other in run.recorded:
+        if other["step"] == step and line and other["segment"] != line["segment"]:
+            print(
+                f"  abandoned segment {other['segment']} used data step {other['data_step']} in it"
+                f" (batch hash {other['batch_hash']})"
+            )
     print(verdict(found, line, stream, data_step))
     pieces = pieces_of_step(stream, data_step)
     names = {uid: origins_of(stream, uid, pieces) for uid in {piece.source for piece in pieces}}
@@ -155,15 +186,48 @@ def show_document(run: Audited, name: str, with_text: bool) -> int:
 def check(run: Audited, every: int) -> int:
     """Rebuild every k-th recorded step and compare; says which do not agree."""
     wrong = []
-    steps = sorted(run.lines)[::every]
-    for step in steps:
-        line, stream = run.lines[step], run.era(step).stream
-        found = rebuilt(stream, line["data_step"], line)
+    lines = sorted(run.recorded, key=lambda line: (line["segment"], line["step"]))[::every]
+    for line in lines:
+        step, segment = line["step"], line["segment"]
+        found = rebuilt(run.era(step, segment).stream, line["data_step"], line)
         if found != line["batch_hash"]:
             wrong.append(step)
             print(f"step {step}: rebuilt {found}, recorded {line['batch_hash']}")
-    print(f"{run.name}: {len(steps) - len(wrong)} of {len(steps)} recorded steps rebuilt and equal")
-    return DIFFERS if wrong else AGREES
+    print(f"{run.name}: {len(lines) - len(wrong)} of {len(lines)} recorded steps rebuilt and equal")
+    problems = use(run)
+    return DIFFERS if wrong or problems else AGREES
+
+
+def use(run: Audited) -> list[str]:
+    """Print which samples the lineage used, what it left out and why; returns problems."""
+    lines = [run.lines[step] for step in sorted(run.lines)]
+    if not lines:
+        return []
+    stream = run.eras[-1].stream
+    problems = use_problems(
+        lines,
+        stream.skips,
+        lambda line: run.era(line["step"]).stream.sample_range(line["data_step"]),
+    )
+    for problem in problems[:MOST_LINES]:
+        print(problem)
+    for number in sorted({line["segment"] for line in lines}):
+        own = [line["step"] for line in lines if line["segment"] == number]
+        print(f"  segment {number}: steps {own[0]} to {own[-1]}")
+    gone = len(run.recorded) - len(lines)
+    if gone:
+        print(f"  {gone} more recorded steps are of abandoned segments: no weight comes from them")
+    last = lines[-1]["data_step"]
+    for low, high in stream.skips.ranges_before(last):
+        first, end = stream.sample_range(low)[0], stream.sample_range(high - 1)[1]
+        print(f"  left out: data steps {low} to {high - 1}, samples {first} to {end - 1}")
+    for skip in history.in_force(run.history, run.segment):
+        print(f"  {history.described(skip)}")
+    if not problems:
+        first, end = lines[0]["samples"][0], lines[-1]["samples"][1]
+        rest = " but what was left out" if stream.skips.ranges_before(last) else ""
+        print(f"  samples {first} to {end - 1} were used once each{rest}")
+    return problems
 
 
 def diff(one: dict[int, dict], two: dict[int, dict], name: str, other: str) -> int:
@@ -189,48 +253,59 @@ def diff(one: dict[int, dict], two: dict[int, dict], name: str, other: str) -> i
     return DIFFERS
 
 
-def open_run(folder: Path) -> Audited:
-    """A run with a stream for each recipe it had. Raises UserError where there is none."""
+def open_run(folder: Path, segment: int | None = None) -> Audited:
+    """A run with the recipes it had. Raises UserError where there is none, or no such segment."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
-    lines = ledger_of(str(folder))
+    lines, recorded = history.read(folder), list(read_ledger(folder / "ledger"))
+    count = max(1, len(segments(lines)))
+    if segment is not None and not 0 <= segment < count:
+        raise UserError(f"SEGMENT={segment}: {folder.name} has the segments 0 to {count - 1}")
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
-    eras = [
-        Era(first, end, stream_of(past)) for first, end, past in recipes_of(folder, recipe, steps)
-    ]
-    return Audited(folder.name, eras, lines, steps)
+    first_recipe = at_start(lines, recipe)
+    eras = {number: eras_of(lines, first_recipe, number, steps) for number in range(count)}
+    chosen = count - 1 if segment is None else segment
+    return Audited(folder.name, lines, eras, recorded, chosen, steps)
 
 
-def recipes_of(folder: Path, recipe: Recipe, steps: int) -> Iterator[tuple[int, int, Recipe]]:
-    """(first step, end, recipe that held there), in order: deliberate changes are taken back from
-    the last one on.
+def at_start(lines: list[dict], recipe: Recipe) -> dict:
+    """The recipe of step 1 (nested), from the newest: deliberate changes of the lineage are taken
+    back, the last one first.
     """
-    changes = [line for line in history.read(folder) if line["kind"] == "override"]
-    found, end, values = [], steps + 1, dataclasses.asdict(recipe)
-    for first in sorted({line["first_step"] for line in changes}, reverse=True):
-        mine = [line for line in changes if line["first_step"] == first]
-        if any(changes_batches(line["key"]) for line in mine):
-            found.append((first, end, to_recipe(values, {}, [])[0]))
-            end = first
-        for line in reversed(mine):
-            put_back(values, line["key"].split("."), line["stored"])
-    found.append((1, end, to_recipe(values, {}, [])[0]))
-    return reversed(found)
+    values = dataclasses.asdict(recipe)
+    for line in reversed(overrides_of(lines, None)):
+        history.put(values, line["key"], line["stored"])
+    return values
+
+
+def overrides_of(lines: list[dict], segment: int | None) -> list[dict]:
+    """The deliberate changes in a segment's lineage, in order."""
+    chain = lineage(lines, segment)
+    changed = [line for line in lines if line["kind"] == "override"]
+    return [line for line in changed if chain.holds(line.get("segment", 0), line["first_step"])]
+
+
+def eras_of(lines: list[dict], values: dict, segment: int, steps: int) -> list[Era]:
+    """The recipes of a segment's lineage, in order: changes are put on top of the first recipe.
+    What the segment leaves out holds for all of it, since nothing past was ever left out.
+    """
+    changed = overrides_of(lines, segment)
+    firsts = sorted({x["first_step"] for x in changed if changes_batches(x["key"])} - {1})
+    eras = []
+    for first, end in zip([1, *firsts], [*firsts, steps + 1], strict=True):
+        now = copy.deepcopy(values)
+        for line in changed:
+            if line["first_step"] <= first:
+                history.put(now, line["key"], line["now"])
+        recipe = to_recipe(now, {}, [])[0]
+        data = history.data_with_skips(recipe.data, history.in_force(lines, segment))
+        eras.append(Era(first, end, dataclasses.replace(recipe, data=data)))
+    return eras
 
 
 def changes_batches(key: str) -> bool:
     """Whether a knob decides what is in a step."""
     return key in ("seq_len", "batch_tokens", "seed") or key.startswith("data.")
-
-
-def put_back(values: dict, names: list[str], stored: object) -> None:
-    """Set a dotted knob to what it was; what was absent is removed."""
-    for name in names[:-1]:
-        values = values.setdefault(name, {})
-    if stored == "(absent)":
-        values.pop(names[-1], None)
-    else:
-        values[names[-1]] = stored
 
 
 def stream_of(recipe: Recipe) -> Stream:
@@ -300,17 +375,15 @@ def document_of(stream: Stream, name: str) -> tuple[str, int]:
     return uid, int(number)
 
 
-def run_folder(name: str) -> Path:
-    """The folder of a run given by path or by name. Raises UserError where there is none."""
-    for path in (Path(name), ROOT / "runs" / name):
-        if (path / "recipe.yaml").is_file():
-            return path.resolve()
-    raise UserError(f"RUN={name}: no run here or under runs/")
-
-
 def ledger_of(name: str) -> dict[int, dict]:
-    """Ledger lines of a run by train step; where segments share a step, the newest one's."""
-    return {line["step"]: line for line in read_ledger(run_folder(name) / "ledger")}
+    """Ledger lines of a run's current lineage by train step."""
+    folder = run_folder(name, ROOT)
+    return own_lines(list(read_ledger(folder / "ledger")), history.read(folder), None)
+
+
+def own_lines(recorded: list[dict], lines: list[dict], segment: int | None) -> dict[int, dict]:
+    """Of ledger lines, those of a segment's lineage, by train step."""
+    return {line["step"]: line for line in lineage(lines, segment).own(recorded)}
 
 
 if __name__ == "__main__":

@@ -48,16 +48,16 @@ def in_batch_order(hashes: np.ndarray) -> np.ndarray:
 class Ledger:
     """Appends step lines to `folder`; one process of a run writes it.
 
-    `after_step` is the step this process goes on from: lines past it are removed, because those
-    steps are trained again.
+    `after_step` is the step this process goes on from in `segment`: lines of that segment past it
+    are removed, because those steps are trained again. Those of segments before it stay.
     """
 
-    def __init__(self, folder: Path, after_step: int | None = None):
+    def __init__(self, folder: Path, after_step: int | None = None, segment: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / STEPS_FILE
+        self.path, self.segment = folder / STEPS_FILE, segment
         _cut_torn_line(self.path)
         if after_step is not None:
-            _cut_after(self.path, after_step)
+            _cut_after(self.path, after_step, segment)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(
@@ -70,7 +70,7 @@ class Ledger:
         targets: int,
         sources: dict[str, int],
         data_step: int | None = None,
-        segment: int = 0,
+        segment: int | None = None,
         is_update: bool = True,
         masked: int = 0,
         quarantined: Sequence[int] = (),
@@ -78,14 +78,15 @@ class Ledger:
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
-        data_step defaults to step - 1, which holds until a range of data is skipped. What is not as
+        data_step defaults to step - 1, which holds until a range of data is skipped; segment to the
+        ledger's. What is not as
         usual is added: `update` false, targets that masks took, samples in quarantine, the
         fingerprint of the skip list.
         """
         line = {
             "step": step,
             "data_step": step - 1 if data_step is None else data_step,
-            "segment": segment,
+            "segment": self.segment if segment is None else segment,
             "samples": list(samples),
             "batch_hash": batch_hash,
             "tokens": tokens,
@@ -132,16 +133,17 @@ def _parsed(path: Path, number: int, line: bytes) -> dict:
         raise UserError(f"{path}:{number}: expected a line of JSON, found {line[:80]!r}") from None
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Remove the lines past `step`, which stand at the end: lines are in order of step. Raises
-    UserError for a damaged one.
+def _cut_after(path: Path, step: int, segment: int) -> None:
+    """Remove the lines of `segment` past `step`, which stand at the end: lines are in order of
+    segment, then step. Raises UserError for a damaged one.
     """
     if not path.is_file():
         return
     kept = 0
     with open(path, "r+b") as file:
         for number, line in enumerate(file, start=1):
-            if _parsed(path, number, line)["step"] > step:
+            values = _parsed(path, number, line)
+            if values["step"] > step and values.get("segment", 0) >= segment:
                 break
             kept += len(line)
         file.truncate(kept)

@@ -32,12 +32,14 @@ from typing import Any
 from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
-from recipes.schema import UserError
+from recipes.schema import UserError, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
-# The launcher says something every few seconds (launch.cluster). One that is stopped with Ctrl-Z
-# may be silent for a while; one whose network is gone stays so.
-SILENCE_S = 300.0
+# The launcher says something every other second (launch.cluster), and so does an agent with ranks.
+# Where the network between them is gone, the ranks end a little before the launcher counts this
+# host as lost and starts others in their place.
+SILENCE_S, SILENT_SHARE = 300.0, 0.75
+PULSE_S = 2.0
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
 # Other launchers' words for the same things would contradict ours.
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -62,8 +64,9 @@ class Lifeline:
     """Standard input after the order: `{"stop": signal}`, `{"kill": true}`, blanks, the end."""
 
     def __init__(self, has_pulse: bool):
-        self._has_pulse = has_pulse
+        self.has_pulse = has_pulse
         self._heard = time.monotonic()
+        self.silence_s = SILENCE_S
         self.on_stop: Callable[[int], None] = lambda number: os._exit(1)
         self.on_kill: Callable[[], None] = lambda: os._exit(1)
         threading.Thread(target=self._listen, daemon=True).start()
@@ -82,9 +85,9 @@ class Lifeline:
         self.on_stop(signal.SIGTERM)
 
     def _time(self) -> None:
-        while time.monotonic() - self._heard < SILENCE_S:
-            time.sleep(1)
-        self.on_stop(signal.SIGTERM)
+        while time.monotonic() - self._heard < self.silence_s:
+            time.sleep(0.5)
+        self.on_kill()
 
 
 def main(arguments: list[str]) -> int:
@@ -163,12 +166,23 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         show,
         ended,
         RunLogs(ROOT / folder if folder else None),
+        limits=Watch(**order["limits"]) if order.get("limits") else None,
     )
-    lifeline.on_stop, lifeline.on_kill = ranks.stop, lambda: (ranks.stop(), ranks.stop())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    lifeline.on_stop, lifeline.on_kill = ranks.stop, ranks.kill
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: ranks.stop(number))
+    if lifeline.has_pulse:
+        lifeline.silence_s = SILENT_SHARE * order["lost_s"]
+        threading.Thread(target=pulse, args=(voice,), daemon=True).start()
     voice.say("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
+
+
+def pulse(voice: Voice) -> None:
+    """Say now and then that this host is there."""
+    while True:
+        voice.say("pulse")
+        time.sleep(PULSE_S)
 
 
 def environments(

@@ -26,7 +26,7 @@ from launch.hostfile import Host
 from launch.ranks import GRACE_S, die_with_parent
 from recipes.schema import UserError
 
-PULSE_S = 5.0
+PULSE_S = 2.0
 # After the last word of an agent its connection should close; then it is cut.
 CLOSING_S = 10.0
 Message = dict[str, Any]
@@ -81,11 +81,15 @@ class Work:
 
     def __init__(self, ways: Sequence[Carrier], order: Message, cluster: Cluster):
         self._hosts = cluster.hosts
+        self._grace_s = (order.get("limits") or {}).get("grace_s", GRACE_S)
         self._queue: queue.Queue[Message] = queue.Queue()
         self._open = set(range(len(self._hosts)))  # hosts that have not said their last word
         self._processes: list[tuple[Carrier, subprocess.Popen]] = []
         self._guard = threading.RLock()  # a signal handler may come in between
         self._stopped_at: float | None = None
+        self._heard: dict[int, float] = {}  # host -> when, of those that have pulsed
+        self._cut_off: set[int] = set()
+        self._looked_at = time.monotonic()
         line = json.dumps(order) + "\n"
         try:
             for way in ways:
@@ -96,18 +100,28 @@ class Work:
         self._living = len(self._processes)
         threading.Thread(target=self._pulse, daemon=True).start()
 
-    def messages(self) -> Iterator[Message | None]:
-        """What the agents say, until none lives; None now and then so that a caller can act."""
+    def messages(self, lost_s: float | None = None) -> Iterator[Message | None]:
+        """What the agents say, until none lives; None now and then so that a caller can act.
+
+        An agent that has pulsed and then is silent for `lost_s` is lost: its connection is cut.
+        """
         while self._living or not self._queue.empty():
+            yield from self._silent(lost_s)
             try:
                 message = self._queue.get(timeout=0.2)
             except queue.Empty:
                 message = None
                 overdue = self._stopped_at is not None and (
-                    time.monotonic() - self._stopped_at > GRACE_S + CLOSING_S
+                    time.monotonic() - self._stopped_at > self._grace_s + CLOSING_S
                 )
                 if overdue:
                     self.kill()
+            if message and message["say"] != "closed":
+                node, is_pulse = message["node"], message["say"] == "pulse"
+                if is_pulse or node in self._heard:
+                    self._heard[node] = time.monotonic()
+                if is_pulse or node in self._cut_off:
+                    message = None
             if message and message["say"] == "closed":
                 self._living -= 1
                 yield from self._missing(message)
@@ -173,6 +187,25 @@ class Work:
         for reader in readers:
             reader.join(timeout=2)
         self._queue.put({"say": "closed", "nodes": way.nodes, "status": status, "last": list(last)})
+
+    def _silent(self, lost_s: float | None) -> Iterator[Message]:
+        """`lost` for every host that was heard and is no more."""
+        now = time.monotonic()
+        paused_s, self._looked_at = now - self._looked_at, now
+        if paused_s > PULSE_S:  # this process was stopped: it has not listened
+            self._heard = dict.fromkeys(self._heard, now)
+        if lost_s is None:
+            return
+        for node in [n for n, at in self._heard.items() if now - at > lost_s]:
+            del self._heard[node]
+            self._cut_off.add(node)
+            for way, process in self._processes:
+                if way.nodes == (node,):
+                    process.kill()
+            if node in self._open:
+                self._open.discard(node)
+                why = f"nothing was heard of it for {lost_s:.0f} s (cluster.lost_s)"
+                yield {"node": node, "say": "lost", "why": why, "at": time.time()}
 
     def _missing(self, closed: Message) -> Iterator[Message]:
         """`lost` for every host of a closed connection that has not said its last word."""

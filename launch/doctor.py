@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 
 from launch import start
 from launch.cluster import Cluster
@@ -39,7 +40,9 @@ def main(arguments: list[str]) -> int:
     try:
         place = read_place(options)
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
-        cluster = place.cluster if place else Cluster([Host("localhost", MOST_SLOTS)], ROOT)
+        cluster = Cluster([Host("localhost", MOST_SLOTS)], ROOT)
+        if place:  # spares are examined with the rest
+            cluster = replace(place.cluster, hosts=[*place.cluster.hosts, *place.spares])
         named = place.named if place else ()
         problems = examine(cluster, ranks, passed(os.environ, named))
     except UserError as error:

@@ -1,6 +1,7 @@
 """Which hosts a run gets: DeepSpeed's hostfile, its include and exclude lists, SLURM's node lists.
 
     worker-1 slots=8    # comment                 one host a line, `slots` = ranks it can take
+    worker-9 slots=8 spare                        waits until another one fails
     INCLUDE=worker-1@worker-2:0,2                 these hosts, of worker-2 only slots 0 and 2
     gpu[01-04,9]-ib                               -> gpu01-ib ... gpu04-ib gpu9-ib
 
@@ -32,6 +33,7 @@ class Host:
     name: str
     slots: int
     devices: tuple[int, ...] | None = None
+    is_spare: bool = False
 
 
 def is_host_name(text: str) -> bool:
@@ -58,7 +60,8 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
 
 
 def parse(text: str, where: str) -> list[Host]:
-    """Lines `NAME slots=N`, `#` comments and blank lines. Raises UserError with every bad line."""
+    """Lines `NAME slots=N`, perhaps with `spare`, `#` comments and blank lines. Raises UserError
+    with every bad line."""
     hosts: list[Host] = []
     first_line: dict[str, int] = {}
     problems = []
@@ -68,7 +71,7 @@ def parse(text: str, where: str) -> list[Host]:
             continue
         shown = f"{where}, line {number}: {content[:120]!r}"
         name, *rest = content.split()
-        slots = re.fullmatch(r"slots\s*=\s*(\d{1,9})", " ".join(rest), re.ASCII)
+        slots = re.fullmatch(r"slots\s*=\s*(\d{1,9})( spare)?", " ".join(rest), re.ASCII)
         if not is_host_name(name):
             problems.append(f"{shown}: {name[:80]!r} is not a host name or an IP address")
         elif not slots or not 1 <= int(slots.group(1)) <= MOST_SLOTS:
@@ -77,7 +80,7 @@ def parse(text: str, where: str) -> list[Host]:
             problems.append(f"{shown}: {name} is in line {first_line[name.lower()]} already")
         else:
             first_line[name.lower()] = number
-            hosts.append(Host(name, int(slots.group(1))))
+            hosts.append(Host(name, int(slots.group(1)), is_spare=bool(slots.group(2))))
     if not hosts and not problems:
         problems.append(f"{where} names no host; one line per host: NAME slots=N")
     if problems:
@@ -108,6 +111,20 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
     if not chosen:
         raise UserError(f"INCLUDE={include} EXCLUDE={exclude} leave no host of the hostfile")
     return chosen
+
+
+def part(hosts: Sequence[Host], spares: int) -> tuple[list[Host], list[Host]]:
+    """The hosts that train, and those that wait: what the hostfile marks, and the last `spares` of
+    the others. Raises UserError where none is left to train."""
+    marked = [host for host in hosts if host.is_spare]
+    others = [host for host in hosts if not host.is_spare]
+    if len(others) <= spares:
+        raise UserError(
+            f"SPARES={spares} leaves none of the {len(others)} hosts to train; give"
+            f" SPARES={max(0, len(others) - 1)} or less"
+        )
+    first = len(others) - spares
+    return others[:first], [*marked, *others[first:]]
 
 
 def ranks_per_host(hosts: Sequence[Host], nproc: int | None) -> int:

@@ -1,9 +1,8 @@
 """`make pretrain`: check everything in one short process, then become or start the run.
 
     compose -> layout -> DeepSpeed JSON -> run folder -> corpus
-        one rank                  exec: pretrain.py takes the place of this process
-        several on this machine   launch.start.here
-        HOSTFILE=, or in SLURM    doctor's quick part on every host -> launch.start.across
+        on this machine           launch.supervise: ranks here
+        HOSTFILE=, or in SLURM    launch.supervise: launch.fleet looks at the hosts -> ranks there
 
 The one rule: what can be refused is refused here, before any rank starts, with every problem at
 once. Imports no torch. Signals to this process are signals to the run, and its exit status is the
@@ -14,40 +13,46 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import os
 import signal
+import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data.schedule import read_schedule
 from data.stream import open_stream
-from launch import network, start
+from launch import bundle, network, start
+from launch.budget import Budget, Life
 from launch.environment import passed
-from launch.facts import remove_stale_locks
+from launch.facts import gather, remove_stale_locks
+from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
-from launch.preflight import Inspection, preflight, wanted_port
+from launch.preflight import Inspection, wanted_port
+from launch.screen import Screen
+from launch.slurm import requeued
+from launch.spares import SpareWatch
+from launch.start import Asked, Lived
+from launch.supervise import Start, supervise
 from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
+from runtime.book import Book
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
-from runtime.resuming import standing
+from runtime.requests import REQUESTS, AskedEarly, forget
+from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
+from runtime.trust import keep_to_owner
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 
@@ -55,6 +60,7 @@ CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
+    keep_to_owner()
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
@@ -65,13 +71,17 @@ def main(arguments: list[str]) -> int:
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
         if place is None:
-            return start_here(words, ranks or 1)
-        return start_across(words, place, ranks)
+            return start_here(words, ranks or 1, options.once)
+        status = start_across(words, place, ranks, options.once)
+        return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    except AskedEarly as early:  # a signal while it checks, or builds a corpus
+        print("interrupted before the start; nothing is lost", file=sys.stderr)
+        return early.ending.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -80,12 +90,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
+    parser.add_argument("--once", action="store_true", help="never start again after a failure")
     parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
     add_words(parser, "*", "recipe=NAME and overrides")
     return parser.parse_args(arguments)
 
 
-def start_here(words: list[str], ranks: int) -> int:
+def start_here(words: list[str], ranks: int, once: bool) -> int:
     """Ranks of this machine."""
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
@@ -93,15 +104,25 @@ def start_here(words: list[str], ranks: int) -> int:
     recipe = check(words, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
-    command = command_of(words)
-    if ranks > 1:
-        return start.here(command[1:], ranks, ROOT, ROOT / "runs" / recipe.run, port)
-    for name in LAUNCHER_VARIABLES:  # left over in the shell, they would name ranks to wait for
-        os.environ.pop(name, None)
-    # As for several ranks: see launch.agent.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.execv(command[0], command)
+    folder = ROOT / "runs" / recipe.run
+    book = Book(folder)
+
+    def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
+        command = command_of(goes_on(words) if has_begun else words)
+        return start.live_here(
+            command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
+        )
+
+    forget(folder)  # what a life that is over was asked
+    facts = functools.partial(host_facts, os.environ)
+    with start.signals() as asked:
+        return supervise(
+            lambda life, lived: Start(ranks, live),
+            book,
+            Budget(0 if once else recipe.restart.lives, before(recipe, book)),
+            asked,
+            lambda why: bundle.pack(folder, book.name(), why, facts(), os.environ),
+        )
 
 
 def command_of(words: list[str]) -> list[str]:
@@ -109,27 +130,90 @@ def command_of(words: list[str]) -> list[str]:
     return [sys.executable, str(ROOT / "pretrain.py"), *words]
 
 
-def start_across(words: list[str], place: Place, nproc: int | None) -> int:
+def goes_on(words: list[str]) -> list[str]:
+    """The words of a later life: what `resume=fresh` set aside is not to be set aside again."""
+    return [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+
+
+def before(recipe: Recipe, book: Book) -> tuple[int, int, int]:
+    """How far the run has come before the first life of this launch."""
+    is_anew = recipe.resume == "fresh" and not book.has_begun()
+    return (0, 0, 0) if is_anew else book.place()
+
+
+def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the doctor knows of this machine, by its name."""
+    return {socket.gethostname(): gather(ROOT, 0, {}, environ)}
+
+
+def start_across(words: list[str], place: Place, nproc: int | None, once: bool) -> int:
     """Ranks on many hosts: check the recipe, then the hosts, then start."""
     hosts = place.cluster.hosts
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
-    per_host = ranks_per_host(hosts, nproc)
+    per_host = ranks_per_host([*hosts, *place.spares], nproc)
     checked = check(words, per_host * len(hosts))
     recipe = checked.recipe
     refuse_split_groups(recipe, per_host)
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
-    print(f"variables that go along: {names} (PASS= adds others)", flush=True)
+    say(f"variables that go along: {names} (PASS= adds others)")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
         folders=[source.corpus for source in recipe.data.sources.values()],
         port=wanted_port(os.environ),
     )
-    plan, _ = preflight(place.cluster, inspection, lambda line: print(line, flush=True))
-    folder = f"runs/{recipe.run}"
-    return start.across(place.cluster, plan, ["pretrain.py", *words], per_host, environment, folder)
+    job = os.environ.get("SLURM_JOB_ID", "") if place.cluster.via == "srun" else ""
+    book = Book(ROOT / "runs" / recipe.run, job)
+    forget(book.folder)
+    rules = replace(recipe.restart, lives=0) if once else recipe.restart
+    with start.signals() as asked:
+        fleet = Fleet(
+            place.cluster,
+            list(place.spares),
+            inspection,
+            rules,
+            place.included,
+            book.failures,
+            book.note,
+            lambda hosts: check(words, per_host * hosts, is_running=True),
+            say,
+        )
+
+        def mend(life: Life | None, lived: Lived | None) -> Start:
+            fleet.mend(life, {end.host for end in lived.ends if end.is_lost} if lived else set())
+            return Start(per_host * len(fleet.cluster.hosts), live)
+
+        def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
+            order = start.order_of(
+                fleet.plan,
+                ["pretrain.py", *(goes_on(words) if has_begun else words)],
+                per_host,
+                environment | variables,
+                f"runs/{recipe.run}",
+                recipe.cluster.lost_s,
+                recipe.watch,
+            )
+            return start.live_across(fleet.cluster, order, screen, asked)
+
+        def keep(why: str) -> Path | None:
+            return bundle.pack(book.folder, book.name(), why, fleet.facts, os.environ)
+
+        # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
+        # on the run may take a little longer.
+        budget = Budget(rules.lives, before(recipe, book), busy_s=2 * recipe.cluster.lost_s)
+        watch = SpareWatch(
+            lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, say,
+            book.note,
+        )  # fmt: skip
+        with watch:
+            return supervise(mend, book, budget, asked, keep)
+
+
+def say(line: str) -> None:
+    """A line of the launcher's own."""
+    print(line, flush=True)
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
@@ -156,7 +240,7 @@ class Checked:
     checkpoint_gib: float
 
 
-def check(words: list[str], ranks: int) -> Checked:
+def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
     recipe = compose_command(words).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
@@ -165,14 +249,15 @@ def check(words: list[str], ranks: int) -> Checked:
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)
     folder = ROOT / "runs" / recipe.run
-    refuse_busy(folder)
-    stream = open_stream(
-        recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, recipe.model.vocab_size
-    )
+    if not is_running:  # the supervisor's own last life may be ending
+        refuse_busy(folder)
+    data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
+    stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, settled.last_step)
     stream.check(settled.last_step, recipe.eval_tokens)
     return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)
 
 
 if __name__ == "__main__":
+    REQUESTS.listen()
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,8 @@
 """What the ends of all ranks add up to: one exit status, and the error a person must see first.
 
-    0 all ranks ended well    75 all asked to be put back in the queue    93 trying again is no use
-    130, 143 stopped by Ctrl-C, SIGTERM    else the status of the rank that failed first
+    0 all ranks ended well    75, 76 all asked to be started again, later or at once
+    93 trying again is no use    130, 143 stopped by Ctrl-C, SIGTERM
+    else the status of the rank that failed first
 
 The one rule: ranks that were stopped because of another, or that lost their connection to it, are
 consequences and decide nothing. Pure functions.
@@ -14,19 +15,26 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.exits import DO_NOT_RETRY, REQUEUE
+from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE, REWOUND
 
+# All ranks agree on these; whoever has another status failed by itself.
+AGREED = (FINISHED, REQUEUE, REWOUND)
+# Signals that take a run's place away.
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A killed rank is the cause even where the news of a rank that missed it came first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40
+OUT_OF_MEMORY = re.compile(r"^(\[rank\d+\]: )?((torch\.)?(cuda\.)?OutOfMemoryError|MemoryError)\b")
 
 
 @dataclass(frozen=True)
 class End:
     """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
 
-    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end.
-    `last` = the end of its error output.
+    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end;
+    `is_oom` = the kernel killed it for want of memory. `last` = the end of its error output.
+    `phase`, `step` = its last sign of life. `hung` = why the watch killed it, after `silent_s`, and
+    `stack` its innermost frames; `only_waits` = it may have waited for another host.
     """
 
     rank: int
@@ -35,33 +43,44 @@ class End:
     host: str = ""
     was_stopped: bool = False
     is_lost: bool = False
+    is_oom: bool = False
     last: tuple[str, ...] = ()
     log: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    hung: str | None = None
+    silent_s: float = 0.0
+    stack: tuple[str, ...] = ()
+    only_waits: bool = False
 
 
 def first_failure(ends: Sequence[End]) -> End | None:
     """The rank to blame; None where none failed by itself."""
     failed = sorted(
-        (end for end in ends if end.status not in (0, REQUEUE) and not end.was_stopped),
+        (end for end in ends if end.status not in AGREED and not end.was_stopped),
         key=lambda end: end.after_s,
     )
     if not failed:
         return None
     early = [end for end in failed if end.after_s <= failed[0].after_s + TOGETHER_S]
+    hung = sorted((end for end in early if end.hung), key=lambda end: end.only_waits)
     killed = [end for end in early if end.status < 0 or end.is_lost]
     refused = [end for end in early if end.status == DO_NOT_RETRY]
     # Where all refuse alike, one of them says why.
     refused.sort(key=lambda end: not any(line.startswith("refused: ") for line in end.last))
-    return (killed or refused or failed)[0]
+    return (hung or killed or refused or failed)[0]
 
 
 def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     """One status for the caller. `stopped_by` is the signal that asked for the end."""
     statuses = {end.status for end in ends}
-    if statuses == {0}:
-        return 0
-    if statuses <= {0, REQUEUE} and REQUEUE in statuses:
+    for status in AGREED:
+        if statuses and statuses <= {FINISHED, status}:
+            return status
+    if is_requeue(ends, stopped_by):
         return REQUEUE
+    if is_rewound(ends):
+        return REWOUND
     if stopped_by is not None:
         return 128 + stopped_by
     first = first_failure(ends)
@@ -70,19 +89,69 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     return first.status if first.status > 0 else 128 - first.status
 
 
+def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
+    """Whether the ranks ended because their place is taken away: nothing failed, nothing is lost.
+
+    So it is where the first that ended says so, and what the others say is then a consequence; and
+    where a signal that announces it ended ranks that had trained nothing yet.
+    """
+    ended = [end for end in ends if end.status]
+    if not ended:
+        return False
+    first = min(ended, key=lambda end: (end.after_s, end.status == REQUEUE))
+    if first.status == REQUEUE:
+        return not any(end.status == DO_NOT_RETRY or end.hung for end in ends)
+    return stopped_by in PREEMPTING and all(
+        end.status == REQUEUE or (end.was_stopped and end.phase in ("start", "load"))
+        for end in ended
+    )
+
+
+def is_rewound(ends: Sequence[End]) -> bool:
+    """Whether the first rank that ended left because the run was taken back: what ranks that lost
+    it say is then a consequence."""
+    first = min(ends, key=lambda end: (end.after_s, end.status != REWOUND), default=None)
+    bad = any(end.status in (DO_NOT_RETRY, REQUEUE) or end.hung for end in ends)
+    return first is not None and first.status == REWOUND and not bad
+
+
+def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
+    """One word for how a life ended, as its line in events.jsonl has it."""
+    status = exit_status(ends, stopped_by)
+    agreed = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound"}
+    if status in agreed:
+        return agreed[status]
+    first = first_failure(ends)
+    if stopped_by is not None:
+        return "stopped"
+    if first is None:
+        return "failed"
+    if first.is_lost:
+        return "lost_host"
+    if first.hung:
+        return "hung"
+    if first.status == DO_NOT_RETRY:
+        return "refused"
+    if first.is_oom or any(OUT_OF_MEMORY.search(line) for line in first.last):
+        return "out_of_memory"
+    return "killed" if first.status < 0 else "failed"
+
+
 def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
     """The first failure for a person: who, how, where its log is, and its own last words."""
     first = first_failure(ends)
     if first is None:
         return []
-    words = last_words(first.last)
+    words = first.stack if first.hung else last_words(first.last)
     if words and (first.is_lost or first.status == DO_NOT_RETRY):
         return words  # whole sentences that need no frame
     where = f" on {first.host}" if first.host else ""
-    lines = [
-        f"failed: rank {first.rank} of {num_ranks}{where} {how(first.status)} after"
-        f" {first.after_s:.0f} s, first of all" + (f"; its log: {first.log}" if first.log else "")
-    ]
+    who = f"rank {first.rank} of {num_ranks}{where} " if num_ranks > 1 else f"the run{where} "
+    what = f"{how(first.status)} after {first.after_s:.0f} s"
+    what += ", first of all" if num_ranks > 1 else ""
+    if first.hung:
+        what = f"{first.hung}; all ranks were killed, their stacks are in their logs"
+    lines = [f"failed: {who}{what}" + (f"; its log: {first.log}" if first.log else "")]
     return lines + [f"  | {line}" for line in words]
 
 

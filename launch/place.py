@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import Cluster
-from launch.hostfile import MOST_SLOTS, Host, choose, expand, read_hosts
+from launch.hostfile import MOST_SLOTS, Host, choose, expand, part, read_hosts
 from recipes.schema import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,10 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Place:
-    """Hosts that can be reached, and variables that the user wants to go along."""
+    """Hosts that train, hosts that wait, hosts to be used although they failed (INCLUDE), and
+    variables that the user wants to go along."""
 
     cluster: Cluster
     named: tuple[str, ...]
+    spares: tuple[Host, ...] = ()
+    included: tuple[str, ...] = ()
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -35,29 +38,42 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--via", default="", help="ssh (default) or pdsh")
     parser.add_argument("--ssh", default="", help="the ssh command with your options")
     parser.add_argument("--pass", dest="named", default="", help="variables that go along besides")
+    parser.add_argument("--spares", default="", help="the last so many hosts wait for a failure")
     parser.add_argument("--slurm", action="store_true", help="the hosts of this SLURM job, by srun")
 
 
 def read_place(options: argparse.Namespace) -> Place | None:
     """The hosts that are meant; None = this machine. Raises UserError."""
     named = tuple(options.named.replace(",", " ").split())
-    if options.slurm:
-        hosts = choose(slurm_hosts(os.environ), options.include, options.exclude)
-        return Place(Cluster(hosts, ROOT, "srun"), named)
-    if options.hostfile:
-        hosts = read_hosts(Path(options.hostfile), options.include, options.exclude)
-        via = options.via or "ssh"
-        return Place(Cluster(hosts, ROOT, via, options.ssh or "ssh"), named)
+    if options.slurm or options.hostfile:
+        if options.slurm:
+            hosts = choose(slurm_hosts(os.environ), options.include, options.exclude)
+            via = "srun"
+        else:
+            hosts = read_hosts(Path(options.hostfile), options.include, options.exclude)
+            via = options.via or "ssh"
+        train, wait = part(hosts, read_spares(options.spares))
+        included = tuple(name.split(":")[0].strip() for name in options.include.split("@"))
+        cluster = Cluster(train, ROOT, via, options.ssh or "ssh")
+        return Place(cluster, named, tuple(wait), included)
     for variable, value in (
         ("INCLUDE", options.include),
         ("EXCLUDE", options.exclude),
         ("VIA", options.via),
         ("SSH", options.ssh),
         ("PASS", options.named),
+        ("SPARES", options.spares),
     ):
         if value:
             raise UserError(f"{variable}={value} has no effect without HOSTFILE=")
     return None
+
+
+def read_spares(text: str) -> int:
+    """A number of spare hosts given as text. Raises UserError."""
+    if text and not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise UserError(f"SPARES={text[:80]!r} is not a number of hosts")
+    return int(text or 0)
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:

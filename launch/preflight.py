@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,24 @@ class Inspection:
 
 
 def preflight(
-    cluster: Cluster, inspection: Inspection, say: Callable[[str], None]
+    cluster: Cluster,
+    inspection: Inspection,
+    say: Callable[[str], None],
+    known: Mapping[str, dict] = {},
 ) -> tuple[Plan, dict[str, dict]]:
-    """The plan, and the facts by host. Raises UserError with every problem of every host."""
-    facts, skews_s = gather(cluster, inspection)
+    """The plan, and the facts by host. Raises UserError with every problem of every host.
+
+    Hosts that are `known`, with their facts, are not asked again.
+    """
+    news = [host for host in cluster.hosts if host.name not in known]
+    asked, skews_s = gather(replace(cluster, hosts=news), inspection) if news else ({}, {})
+    facts = {host.name: (known | asked)[host.name] for host in cluster.hosts}
     found: Findings = judge(facts, skews_s, inspection.need)
     if inspection.is_full:
         found.warnings += compilers(facts)
     for warning in found.warnings:
         say(f"warning: {warning}")
-    for host, f in facts.items():
+    for host, f in asked.items():
         for note in f.get("locks", []):
             say(f"{host}: {note}")
     if found.problems:
@@ -155,10 +163,17 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
     }
     cut_off = [hosts[node].name for node, way in ways.items() if way is None]
     if cut_off:
+        # Where no other host reaches the first, the fault is more likely its own.
+        who = [hosts[0].name] if len(cut_off) == len(hosts) - 1 > 1 else cut_off
+        by = f" (by {names(cut_off)})" if who != cut_off else ""
         raise UserError(
-            f"{names(cut_off)}: port {port} of {hosts[0].name} cannot be reached over any of"
-            f" {', '.join(candidates[:-1])}; open the ports between"
-            f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make ..."
+            *(
+                f"{name}: port {port} of {hosts[0].name} cannot be reached over any of"
+                f" {', '.join(candidates[:-1])}{by}; open the ports between"
+                f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make"
+                " ..."
+                for name in who
+            )
         )
     came = next(message["ways"] for message in said[0] if message["say"] == "came")
     first = next(iter(came.values()))

@@ -1,6 +1,7 @@
 """The ranks of one host: started, watched, stopped, their output kept. What a node agent drives.
 
-    start -> output lines ... end of each rank -> (one failed: the others get a moment, then stop)
+    start -> output lines, beats ... end of each rank
+             one failed: the others get a moment, then stop      one hangs: all are killed at once
 
 The one rule: when `wait` returns none of them lives, however it went; and if this process is killed
 the kernel kills them. torchrun is not used for this: it hides exit statuses (93 becomes 1), waits
@@ -23,13 +24,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from launch import oom
 from launch.outcome import End
+from launch.watchdog import LOOK_S, WAITING_S, Hung, Watchdog
+from recipes.schema import Watch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
-GRACE_S = 30.0  # from a request to stop to SIGKILL; a rank may be saving
+KNOWN_S = 0.5  # where the first failure leaves no question
+GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not say
+# Before the first step there is nothing to save, and a rank may wait for others in C.
+START_GRACE_S, BEFORE = 10.0, ("start", "load")
+# One request may come twice: to this process by a signal of its own and through its launcher.
+AGAIN_S = 3.0
 FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
 KEPT_LINES = 200
 LONGEST_LINE = 65_536
@@ -111,8 +120,17 @@ class RunLogs:
         return found.st_ino, found.st_mtime_ns
 
 
+def patience_s(first: End) -> float:
+    """How long the other ranks may go on after the first that failed."""
+    is_clear = first.is_lost or first.hung or first.status == -signal.SIGKILL
+    return KNOWN_S if is_clear else OTHERS_S
+
+
 class Ranks:
-    """The ranks of this host. `show` gets their output, `ended` each end, both from threads."""
+    """The ranks of this host. `show` gets their output, `ended` each end, both from threads.
+
+    `limits` has them watched (`launch.watchdog`) and says how long they get when asked to end.
+    """
 
     def __init__(
         self,
@@ -123,17 +141,28 @@ class Ranks:
         ended: Callable[[End], None] = lambda end: None,
         logs: RunLogs | None = None,
         keeps_terminal: bool = False,
+        limits: Watch | None = None,
     ):
         self._show, self._ended, self._logs = show, ended, logs or RunLogs(None)
         self._started = time.monotonic()
         self._events = threading.Condition()
         self._asked: int | None = None  # the signal that everything must end by
+        self._asked_at = 0.0
+        self._grace_s = limits.grace_s if limits else GRACE_S
         self._hurry = False
+        self._is_still = False
+        self._hung: Hung | None = None
+        # The signal for the stacks may wake a rank that then ends well: it hung all the same.
+        self._blaming = threading.Lock()
         self._ends: list[End] = []
         self._stopping: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen] = []
+        self._oom_kills = oom.kills()
         self._numbers = [int(environment["RANK"]) for environment in environments]
+        self._is_all = len(environments) == int(environments[0].get("WORLD_SIZE", 1))
+        self._watch = Watchdog(self._numbers, limits) if limits else None
+        told = self._watch.environment() if self._watch else {}
         try:
             for local, environment in enumerate(environments):
                 # A live line that is drawn over and over needs the terminal itself.
@@ -141,7 +170,7 @@ class Ranks:
                 process = subprocess.Popen(
                     command,
                     cwd=folder,
-                    env=dict(environment),
+                    env=dict(environment) | told,
                     stdin=subprocess.DEVNULL,
                     stdout=None if is_live else subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -152,6 +181,8 @@ class Ranks:
         except OSError:
             for process in self._processes:
                 process.kill()
+            if self._watch:
+                self._watch.close()
             raise
         for local, process in enumerate(self._processes):
             began = f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}"
@@ -162,16 +193,29 @@ class Ranks:
             self._threads.append(thread)
 
     def stop(self, by: int = signal.SIGTERM) -> None:
-        """Ask every rank to end by a signal; asked twice, they are killed at once. From anywhere,
-        also from a signal handler."""
+        """Ask every rank to end by a signal, with time to save; asked again later, they are killed
+        at once. From anywhere, also from a signal handler."""
+        now = time.monotonic()
         if self._asked is None:
-            self._asked = by
-        else:
+            self._asked, self._asked_at = by, now
+        elif now - self._asked_at > AGAIN_S:
             self._hurry = True
+
+    def suspend(self, is_still: bool) -> None:
+        """Let all ranks stand still, or go on. From a signal handler."""
+        self._is_still = is_still  # then silence says nothing
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGSTOP if is_still else signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        self._asked = self._asked or signal.SIGTERM
+        self._hurry = True
 
     def wait(self) -> list[End]:
         """Until no rank lives: the ends of all, in the order in which they came."""
-        kill_at, signalled, flush_at = None, None, 0.0
+        kill_at, signalled, flush_at, look_at = None, None, 0.0, 0.0
         try:
             while len(self._ends) < len(self._processes):
                 with self._events:
@@ -183,10 +227,13 @@ class Ranks:
                 if self._asked is not None and signalled is None:
                     signalled = self._asked
                     self._signal(signalled)
-                    kill_at = now + GRACE_S
+                    kill_at = now + self._patience_s()
+                if self._watch and now >= look_at and not (self._hung or self._is_still):
+                    look_at = now + LOOK_S
+                    self._look()
                 failed = [end for end in self._ends if end.status != 0]
                 if failed and kill_at is None:
-                    kill_at = now + OTHERS_S
+                    kill_at = now + patience_s(failed[0])
                 if self._hurry or (kill_at is not None and now >= kill_at):
                     self._signal(signal.SIGKILL)
                     kill_at, self._hurry = now + 1, False
@@ -195,12 +242,41 @@ class Ranks:
             for thread in self._threads:
                 thread.join(timeout=5)
             self._logs.close()
+            if self._watch:
+                self._watch.close()
         return self._ends
+
+    def _patience_s(self) -> float:
+        """How long ranks may take to end when they are asked to."""
+        if self._watch and all(self._watch.last(n).phase in BEFORE for n in self._numbers):
+            return min(self._grace_s, START_GRACE_S)
+        return self._grace_s
+
+    def _look(self) -> None:
+        """Kill all where one hangs, after their stacks are in their logs."""
+        living = {
+            self._numbers[local]: process.pid
+            for local, process in enumerate(self._processes)
+            if process.poll() is None
+        }
+        hung = self._watch.look(list(living))
+        if hung is None:
+            return
+        with self._blaming:
+            hung, stacks = self._watch.blame(hung, living)
+            for rank, text in stacks.items():
+                said = f"== rank {hung.rank} {hung}; the stacks of this rank:\n{text.rstrip()}\n"
+                self._logs.write(log_name(rank), said.encode())
+            if hung.only_waits and not self._is_all:
+                time.sleep(WAITING_S)
+            self._hung = hung
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         for local, process in enumerate(self._processes):
             if process.poll() is None:
-                self._stopping.add(local)
+                if self._hung is None or self._hung.rank != self._numbers[local]:
+                    self._stopping.add(local)
                 try:
                     # The whole session: a rank may have started compilers or loaders.
                     os.killpg(process.pid, number)
@@ -233,13 +309,23 @@ class Ranks:
             # A grandchild may hold the pipe open; what the rank itself said is there by now.
             reader.join(timeout=2)
         self._logs.flush(name)  # the run's folder may have come since the last line
+        beat = self._watch.last(rank) if self._watch else None
+        with self._blaming:
+            is_hung = self._hung is not None and self._hung.rank == rank
         end = End(
             rank=rank,
-            status=status,
+            status=-signal.SIGKILL if is_hung else status,
             after_s=time.monotonic() - self._started,
             was_stopped=local in self._stopping,
+            is_oom=status == -signal.SIGKILL and oom.kills() > self._oom_kills,
             last=tuple(last),
             log=self._logs.path(name),
+            phase=beat.phase if beat else None,
+            step=beat.step if beat else None,
+            hung=str(self._hung) if is_hung else None,
+            silent_s=self._hung.silent_s if is_hung else 0.0,
+            stack=self._hung.stack if is_hung else (),
+            only_waits=is_hung and self._hung.only_waits,
         )
         self._ended(end)
         with self._events:

@@ -13,7 +13,7 @@ and DeepSpeed exchanges them once.
 A stage runs its blocks itself, as `Decoder` does; of `PipelineModule` it uses the cut into layers,
 the tie between embedding and head (gradients summed over both copies, counted once in the norm),
 and the groups. Parameters have the names they have in `Decoder`; a tied head's weight has the
-embedding's, and is marked `is_copy`.
+embedding's, and is marked `is_copy`; both are marked `is_tied`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class Stage(PipelineModule):
             )
         for path, layer in self.paths.items():
             tensor.apply(layer, mesh, config, sequence, prefix=path)
+        if config.tie_word_embeddings:
+            for path in {EMBEDDING, HEAD} & self.paths.keys():
+                self.paths[path].weight.is_tied = True
         if self.is_tied_copy:
             self.paths[HEAD].weight.is_copy = True
         self._batches: Iterator[dict[str, Any]] = iter(())

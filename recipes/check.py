@@ -335,6 +335,18 @@ def _bounds(value: Any) -> tuple[int, ...] | None:
     return bounds
 
 
+def _interval(value: Any) -> int | str:
+    if value == "auto":
+        return value
+    try:
+        steps = as_int(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; give a number of steps, or auto") from None
+    if not 0 <= steps <= MANY:
+        raise ValueError(f"must be from 0 to {MANY}, or auto")
+    return steps
+
+
 def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
     if not isinstance(value, list | tuple):
         return _share(value)
@@ -388,6 +400,7 @@ SPECIAL: dict[str, Callable] = {
     "tokens": _tokens,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,
+    "checkpoint.interval": _interval,
     "zero": _zero,
     "data.sources.NAME.weight": _weight,
     "data.skip.advance": _ranges,

@@ -157,6 +157,24 @@ def _recompute(recompute, compiles) -> str | None:
     return None
 
 
+def _auto_interval(interval, mtbf_hours) -> str | None:
+    if interval == "auto" and mtbf_hours is None:
+        return (
+            "checkpoint.interval=auto needs to know how often the hardware fails; give"
+            " cluster.mtbf_hours, such as 46000 / number of GPUs, or a number of steps"
+        )
+    return None
+
+
+def _auto_keeps(interval, keep_every) -> str | None:
+    if interval == "auto" and keep_every > 1:
+        return (
+            f"checkpoint.keep_every={keep_every}: with checkpoint.interval=auto few saves fall on a"
+            " multiple of it"
+        )
+    return None
+
+
 RULES = (
     (("steps", "tokens"), _one_length),
     (("warmup", "steps"), _warmup_fits),
@@ -169,5 +187,9 @@ RULES = (
     (("data.sources",), _built_in_corpora),
     (("log.profile", "steps", "stop_after"), _profile),
     (("data.sources", "data.skip.mask"), _masked_sources),
+    (("checkpoint.interval", "cluster.mtbf_hours"), _auto_interval),
 )
-WARNINGS = ((("stop_after", "steps"), _stop_is_reached),)
+WARNINGS = (
+    (("stop_after", "steps"), _stop_is_reached),
+    (("checkpoint.interval", "checkpoint.keep_every"), _auto_keeps),
+)

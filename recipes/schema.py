@@ -2,7 +2,7 @@
 
 One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
 and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports nothing
-of this project, so that every folder may import it.
+but `values`, whose names it hands on, so that every folder may import it.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -10,22 +10,23 @@ unit.
 
 from __future__ import annotations
 
-import difflib
-import math
-import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from dataclasses import dataclass
 from typing import Any
 
-# Above this a float no longer holds every whole number, so 1e17 may not be what was meant.
-LARGEST_EXACT_FLOAT = 2**53
-LARGEST_INT = 2**63 - 1  # what numpy, torch and the files hold
-# Limits far beyond any run, so that arithmetic on a slip of the finger stays exact and quick.
-MANY = 2**40  # tokens, steps
-WIDE = 2**24  # sizes of a model
-# No count in training has more digits; "1e999999999" would fill the memory as an int.
-LARGEST_EXPONENT = 30
+from recipes.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
+from recipes.values import LARGEST_INT as LARGEST_INT
+from recipes.values import MANY as MANY
+from recipes.values import REQUIRED as REQUIRED
+from recipes.values import WIDE as WIDE
+from recipes.values import Shared as Shared
+from recipes.values import UserError as UserError
+from recipes.values import as_float as as_float
+from recipes.values import as_int as as_int
+from recipes.values import did_you_mean as did_you_mean
+from recipes.values import knob as knob
+from recipes.values import read_ranks as read_ranks
+from recipes.values import read_steps as read_steps
+from recipes.values import split_words as split_words
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -36,133 +37,6 @@ FP16 = (
     "fp16 is not offered on any device: its loss scale skips steps and is one more state to"
     " restore; use precision=bf16, or precision=fp32 as the reference"
 )
-
-
-class UserError(ValueError):
-    """What a user can put right: problems, each one line with knob, value, rule and way out."""
-
-    def __init__(self, *problems: str):
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
-
-
-class Shared(UserError):
-    """A UserError that every rank raises alike; one of them prints it."""
-
-
-def as_int(value: Any) -> int:
-    """A whole number as an exact int: 8, 5e8, "8" and "5e8" are; 1.5, true and nan are not.
-
-    Raises ValueError with the reason, to be put behind `knob=value`.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > LARGEST_INT:
-            raise ValueError("is too large for any count")
-        return value
-    if isinstance(value, bool) or not isinstance(value, float | str):
-        raise ValueError("is not a whole number")
-    try:
-        exact = Decimal(str(value).strip())
-    except InvalidOperation:
-        raise ValueError("is not a whole number") from None
-    if not exact.is_finite() or exact.adjusted() > LARGEST_EXPONENT:
-        raise ValueError("is not a finite number")
-    if exact != exact.to_integral_value():
-        raise ValueError("is not a whole number")
-    if isinstance(value, float) and abs(value) > LARGEST_EXACT_FLOAT:
-        raise ValueError("is too large to be exact in this notation; write all digits")
-    return int(exact)
-
-
-def as_float(value: Any) -> float:
-    """A finite number as a float: 3e-4, 1 and "3e-4" are; true, nan and inf are not.
-
-    Raises ValueError with the reason, to be put behind `knob=value`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("is not a number")
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError("is not a number") from None
-    if not math.isfinite(number):
-        raise ValueError("is not a finite number")
-    return number
-
-
-def read_ranks(variable: str, text: str) -> int:
-    """A number of ranks given as text. Raises UserError that names the `variable`."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
-        raise UserError(f"{variable}={text[:80]!r} is not a number of ranks; give 1 or more")
-    return int(text)
-
-
-def split_words(variable: str, text: str) -> list[str]:
-    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
-
-    Raises UserError that names the `variable`.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{variable}={text!r}: {str(error).lower()}; close it") from None
-
-
-def read_steps(text: str) -> range:
-    """Steps given as text: 10:15 is 10, 11, 12, 13, 14. Raises ValueError with the reason."""
-    first, colon, end = text.partition(":")
-    if not colon or not all(part.isascii() and part.isdigit() for part in (first, end)):
-        raise ValueError("is not a range of steps; write A:B, such as 10:15 for steps 10 to 14")
-    if len(text) > 40 or not 1 <= int(first) < int(end):
-        raise ValueError("holds no step; steps count from 1, and B is the first step after them")
-    return range(int(first), int(end))
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
-
-    The last part counts: `lr` is near `optim.lr`, and `model.x` is near nothing.
-    """
-
-    def likeness(full: str) -> tuple[float, int]:
-        last = _likeness(name.rpartition(".")[2], full.rpartition(".")[2])
-        return last + 0.05 * _likeness(name, full), -len(full)
-
-    best = max(known, key=likeness, default=None)
-    return f"; did you mean {best}?" if best and likeness(best)[0] >= 0.6 else "."
-
-
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def knob(
-    default: Any,
-    meaning: str,
-    *,
-    unit: str = "",
-    choices=(),
-    low=None,
-    high=None,
-    above=None,
-    below=None,
-):
-    """A dataclass field with its documentation and range.
-
-    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
-    """
-    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
-    metadata |= dict(low=low, high=high, above=above, below=below)
-    if default is REQUIRED:
-        return field(metadata=metadata, kw_only=True)
-    if isinstance(default, (list, dict)):
-        return field(
-            default_factory=lambda: type(default)(default), metadata=metadata, kw_only=True
-        )
-    return field(default=default, metadata=metadata, kw_only=True)
-
-
-REQUIRED = object()
 
 
 @dataclass(frozen=True)
@@ -330,8 +204,18 @@ class Cluster:
         above=0,
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=10**7)
+    lost_s: int = knob(
+        60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
+    )
     threads: int | None = knob(
         None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
+    )
+    mtbf_hours: float | None = knob(
+        None,
+        "mean time between failures of all ranks' hardware together, for checkpoint.interval=auto;"
+        " Llama 3 met one in 2.8 h on 16,384 GPUs: about 46,000 h / GPUs",
+        unit="hours",
+        above=0,
     )
 
 
@@ -377,12 +261,30 @@ class Log:
 class Checkpoint:
     """When the state of a run is saved, and which saves stay."""
 
-    interval: int = knob(
+    interval: Any = knob(
         0,
-        "steps between saves; 0 = only at the end (and at stop_after)",
+        "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
+        " Young's formula, from measured times and cluster.mtbf_hours",
         unit="steps",
-        low=0,
-        high=MANY,
+    )
+    mode: str = knob(
+        "sync",
+        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
+        " and written while training goes on; sync: training waits until it is on disk",
+        choices=("sync", "async"),
+    )
+    stuck_s: int = knob(
+        600,
+        "async: a save in flight for longer raises an alarm; training goes on without further saves"
+        " until it ends",
+        unit="seconds",
+        low=1,
+        high=10**7,
+    )
+    on_drift: str = knob(
+        "warn",
+        "ranks whose copies of the same weights differ at a save: warn and save, or stop the run",
+        choices=("warn", "stop"),
     )
     keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
     keep_every: int = knob(
@@ -422,6 +324,32 @@ class Hardware:
     own_times: bool = knob(
         True, "time every rank's own work, without its waits, and name a rank that is slow"
     )
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
+
+    lives: int = knob(
+        3, "lives in a row without a newer step that end the run; 0 = never start again", low=0
+    )
+    wait_s: int = knob(1800, "how long to wait for a lost host where no spare is left", low=0)
+    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
+    host_failures: int = knob(3, "failures within a day that bar a host from the run", low=1)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Seconds that a rank may be silent before its life is ended as hung; 0 = for ever."""
+
+    start_s: int = knob(3600, "from the start of the process, and in its first steps", low=0)
+    load_s: int = knob(3600, "while a checkpoint is loaded", low=0)
+    step_s: int = knob(240, "in a step, or step_factor usual ones where that is longer", low=0)
+    step_factor: float = knob(10.0, "see step_s", low=1)
+    evaluate_s: int = knob(1800, "in an evaluation", low=0)
+    save_s: int = knob(1800, "in a save", low=0)
+    end_s: int = knob(1800, "after the last step", low=0)
+    grace_s: int = knob(300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1)
 
 
 @dataclass(frozen=True)
@@ -475,6 +403,8 @@ class Recipe:
     log: Log = knob(Log(), "console and event files")
     checkpoint: Checkpoint = knob(Checkpoint(), "saving")
     hardware: Hardware = knob(Hardware(), "GPUs and ranks that are watched")
+    watch: Watch = knob(Watch(), "limits of silence")
+    restart: Restart = knob(Restart(), "what follows a failure")
     resume: str = knob(
         "auto",
         "auto = go on from the newest whole checkpoint of the run, if there is one; fresh = set the"

@@ -117,6 +117,10 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
         "parameters_of_rank": share,
         "on_host": list(ON_HOST) if engine.is_offloaded else [],
         "gib": {name: value * share / GIB for name, value in parts.items()},
+        # What a save beside training copies, in host memory.
+        "copy_gib": (parts["master"] + parts["moments"]) * share / GIB
+        if recipe.checkpoint.mode == "async"
+        else 0.0,
     }
 
 
@@ -198,7 +202,10 @@ def _state(state_: dict[str, Any]) -> str:
     ]
     rows.append(["sum", f"{sum(parts.values()):.4g}", f"{sum(gib.values()):.3f} GiB", ""])
     share = f"x {scaled(state_['parameters_of_rank'])} parameters"
-    return table([["", "bytes per parameter", share, ""], *rows])
+    shown = table([["", "bytes per parameter", share, ""], *rows])
+    if state_["copy_gib"]:
+        shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
+    return shown
 
 
 def _source(use: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ moves it. With n ranks a ring sends 2 (n-1)/n of the payload of an all_reduce an
 a gather or a scatter.
 
 Cut modules say theirs by the functional form (`parallel.collectives`), which is heard as well. Not
-counted: collectives that torch issues inside a call (only the outermost counts), and those of
-compiled blocks, which no Python function sees.
+counted: collectives that torch issues inside a call (only the outermost counts), those of compiled
+blocks, which no Python function sees, and those of a save beside training, which belong to no step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from checkpoint.background import is_writer
 from parallel import collectives
 
 # What torch calls it -> what it is.
@@ -82,7 +83,7 @@ class Counter:
     def _wrap(self, name: str, function: Any):
         @functools.wraps(function)
         def counted(*arguments, **keywords):
-            if getattr(self._outer, "is_inside", False):
+            if getattr(self._outer, "is_inside", False) or is_writer():
                 return function(*arguments, **keywords)
             self._outer.is_inside = True
             try:

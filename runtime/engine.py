@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpoint.index import Fragment
+from checkpoint.replicas import Replica
 from model.config import DecoderConfig
 from model.decoder import Decoder, compile_blocks
 from model.init import initial_weight as initial
@@ -123,6 +124,12 @@ class Engine:
 
         owned.create_states(self.ds)
         return owned.fragments(self.ds, self.mesh.tensor.index)
+
+    def replicas(self) -> list[Replica]:
+        """Working weights of this rank that other ranks must hold too, to the bit."""
+        from checkpoint import fragments as owned
+
+        return owned.replicas(self.ds, self.mesh)
 
     def optimizer_step(self) -> int | None:
         """Updates that moved the weights, as the optimizer counts; None for one that does not."""

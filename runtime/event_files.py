@@ -1,6 +1,6 @@
 """TensorBoard event files of one segment of a run, and the pages that TensorBoard makes of them.
 
-    runs/<run>/tensorboard/segment0/events.out.tfevents.<second>.<host>.<process>.<life>
+    runs/<run>/tensorboard/segment-00/events.out.tfevents.<second>.<host>.<process>.<life>
 
 One rule: the x axis is the optimizer step, for every series of every file; tokens are a series of
 their own. Units stand in each series' tag, or in the card `series` of the text tab (TensorBoard's
@@ -34,6 +34,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2 as hparams_pb2
 from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from checkpoint.lineage import lineage, read
 
 # field of a metrics line -> (tag, what it is). TensorBoard sorts by tag and makes one group per
 # word before the slash.
@@ -78,6 +80,16 @@ SERIES = {
     "checkpoint_s": ("checkpoint/save_s", "seconds from the start of the save to its commit"),
     "checkpoint_stall_s": ("checkpoint/stall_s", "seconds that training stood still for it"),
     "checkpoint_gib_per_s": ("checkpoint/gib_per_s", "size / seconds of the save, all ranks"),
+    "goodput_useful": (
+        "goodput/useful",
+        "share of the wall clock since the first life, 0..1: steps whose update is in the weights",
+    ),
+    "goodput_redone": ("goodput/redone", "share: steps trained again later"),
+    "goodput_stall": ("goodput/stall", "share: training waited for a save or a batch"),
+    "goodput_restart": (
+        "goodput/restart",
+        "share: from a failure to training again (detect, restart, start, load)",
+    ),
     "save_s": ("time/save_s", "seconds of the save after the step"),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }
@@ -125,8 +137,12 @@ PAGE = {
 
 
 def segment_folder(run_folder: Path, segment: int) -> Path:
-    """Where the event files of a segment lie."""
-    return Path(run_folder) / "tensorboard" / f"segment{segment}"
+    """Where the event files of a segment lie. TensorBoard shows a folder's name as a run's: it
+    sorts by number, and says where the line parts from that of the segment before.
+    """
+    after = lineage(read(Path(run_folder)), segment).after if segment else 0
+    name = f"segment-{segment:02d}" + (f"-after-{after}" if segment else "")
+    return Path(run_folder) / "tensorboard" / name
 
 
 class EventFiles:

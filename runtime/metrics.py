@@ -14,13 +14,15 @@ and including the step.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime import memory, mirror, records, speed
+from checkpoint.lineage import lineage_of
+from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.device_table import throttle_names
 from runtime.records import DEVICES, METRICS, RANKS, read_metrics
@@ -67,12 +69,22 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
+        self._first_step: int | None = None  # of this life
         for name in (records.EVENTS, DEVICES, RANKS):
             records.repair(self.folder / name, say)
-        self.life = 1 + len(records.read_events(self.folder, "life"))
+        lives.complete(self.folder)
+        self.life = lives.next_number(self.folder)
         if wandb is not None:
             self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
-        self.event("life", segment=segment, after_step=after_step, world=world)
+        launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
+        self.event(
+            "began",
+            segment=segment,
+            after_step=after_step,
+            world=world,
+            started_unix_s=lives.process_began_unix_s(),
+            **launch,
+        )
         self.resume(after_step)
 
     def resume(self, after_step: int) -> None:
@@ -85,8 +97,12 @@ class MetricsWriter:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [line for line in read_metrics(path) if line["step"] <= after_step]
-        self._skipped_steps = before[-1]["skipped_steps"] if before else 0
+        before = [
+            line for line in lineage_of(self.folder).own(read_metrics(path))
+            if line["step"] <= after_step
+        ]  # fmt: skip
+        last = max(before, key=lambda line: line["step"], default={})
+        self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
@@ -186,10 +202,16 @@ class MetricsWriter:
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)
+        if times.is_first:
+            self._first_step = step
+            self.event("first_step", step=step)
+            if self._events is not None:
+                self._events.scalars(step, goodput.series(self.folder))
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, life=self.life, **fields)
 
     def devices(self, step: int, host: str, gpus: list[dict[str, Any]]) -> None:
@@ -246,7 +268,10 @@ class MetricsWriter:
         """The last call: write the result metrics, close everything, return the summary."""
         result = summary(self.folder, self.segment)
         if self._events is not None:
-            self._events.results(result["last_step"] or self._after_step, result)
+            step = result["last_step"] or self._after_step
+            if step != self._first_step:  # which has its point already
+                self._events.scalars(step, goodput.series(self.folder))
+            self._events.results(step, result)
             self._events.end_session(is_success)
         self.close()
         return result

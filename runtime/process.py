@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from recipes.schema import Cluster, Shared, UserError
 from runtime import builds, meeting
+from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
@@ -83,6 +84,7 @@ def start(cluster: Cluster) -> Process:
     local_world = _number("LOCAL_WORLD_SIZE", None, default=min(world, _slurm_tasks_per_node()))
     device = choose_device(cluster, local_rank, local_world)
     die_with_launcher()
+    keep_to_owner()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

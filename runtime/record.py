@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpoint.commit import SaveReport
+from checkpoint.epochs import Fenced
 from checkpoint.resume import Change
 from recipes.schema import Recipe, UserError
 from runtime import run_folder
@@ -28,6 +29,8 @@ from runtime.engine import StepResult
 from runtime.hardware import DeviceReading, RankTimes, Said
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
+from runtime.requests import AskedEarly
+from runtime.saving import Note
 from runtime.settle import Settled
 from runtime.speed import peak_flops
 
@@ -62,17 +65,20 @@ class Record:
         ledger: Closable,
         tokens_after: Callable[[int], int],
         after_step: int,
+        segment: int,
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
         self._is_told = False
+        name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
-            recipe.run, settled.last_step, after_step=after_step, every=recipe.log.every
+            name, settled.last_step, after_step=after_step, every=recipe.log.every
         )
         device = run_folder.device_name(process.device)
         self.writer = MetricsWriter(
             folder,
             world=settled.layout.world,
+            segment=segment,
             after_step=after_step,
             flops_per_token=settled.flops_per_token,
             peak_flops=peak_flops(device, recipe.cluster.peak_tflops),
@@ -137,8 +143,18 @@ class Record:
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
         for path, problems in loaded.damaged:
-            self.writer.event("damaged_checkpoint", checkpoint=path.name, problems=problems)
+            for kind in sorted({problem.kind for problem in problems}):
+                lines = [problem for problem in problems if problem.kind == kind]
+                self.writer.event(
+                    "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
+                )
             self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
+        if loaded.unnamed:
+            self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
+            self.console.say(
+                f"warning: in the checkpoint of step {loaded.step} lie files that are none of its"
+                f" own and were not read: {', '.join(loaded.unnamed[:3])}"
+            )
         changed = {change.key: [change.stored, change.now] for change in changes}
         self.writer.event(
             "resumed",
@@ -176,6 +192,15 @@ class Record:
             reason=reason,
         )
 
+    def tell(self, news: SaveReport | Note) -> None:
+        """Put on record what became of a save, or what was found at one."""
+        if isinstance(news, SaveReport):
+            self.saved(news)
+        else:
+            self.writer.event(news.kind, **news.facts)
+            loud = "" if news.kind == "interval" else "warning: "
+            self.console.say(f"{loud}{news.text}")
+
     def saved(self, report: SaveReport) -> None:
         """Put a save on record: size, time, stall, bandwidth; or why there is none."""
         if report.ok:
@@ -190,7 +215,12 @@ class Record:
         """Put on record why this life ends before its last step, unless that is there already."""
         if self.is_closed:
             return
+        if isinstance(error, Fenced):  # the record is another life's now
+            self.console.close()
+            return
         cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        if isinstance(error, AskedEarly):
+            cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.writer.event(cause, reason=str(error) or type(error).__name__)
             self.writer.close()
@@ -204,3 +234,8 @@ class Record:
         self.ledger.close()
         self.console.close()
         self.console.say(summary_text(summary))
+        if cause != "finished" and "is_saved" in facts:
+            saved = "saved" if facts["is_saved"] else "not saved"
+            self.console.say(
+                f"{cause} after step {facts['step']}, {saved}; the same command goes on"
+            )

@@ -9,16 +9,18 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
+from checkpoint.history import data_with_skips, in_force, recorded
+from checkpoint.lineage import lineage_of, read
 from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
 from checkpoint.resume import Change, check_resume
 from checkpoint.state import RunState
-from recipes.schema import Recipe, UserError
+from recipes.schema import Data, Recipe, UserError
 from runtime.records import read_events
 
 # What makes a folder under runs/ a run of ours.
@@ -32,6 +34,13 @@ class Standing:
     is_new: bool
     step: int
     changes: list[Change]
+
+
+def data_of(recipe: Recipe, folder: Path) -> Data:
+    """The recipe's data with what the history of the run in `folder` leaves out besides."""
+    if recipe.resume == "fresh":
+        return recipe.data
+    return data_with_skips(recipe.data, in_force(read(folder)))
 
 
 def standing(
@@ -56,11 +65,12 @@ def standing(
     state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state.step, compare(state, recipe, data_state, past))
+    return Standing(False, state.step, compare(state, recipe, data_state, past, read(folder)))
 
 
 def newest_state(folder: Path, last_step: int) -> RunState | None:
-    """State of the newest checkpoint whose manifest holds; None where none was ever saved.
+    """State of the newest checkpoint of the run's lineage whose manifest holds; None where none was
+    ever saved.
 
     One that would end the run must have its files, too: nobody will load it and notice. Others are
     not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
@@ -78,7 +88,7 @@ def newest_state(folder: Path, last_step: int) -> RunState | None:
         damaged.append((path, problems))  # said aloud when the older one is loaded
     if damaged:
         raise none_is_whole(damaged)
-    saved = read_events(folder, "saved")
+    saved = lineage_of(folder).own(read_events(folder, "saved"))
     if saved:
         raise UserError(
             f"run={folder.name}: a checkpoint of step {saved[-1].get('step')} was saved, but"
@@ -107,12 +117,14 @@ def compare(
     recipe: Recipe,
     data_state: dict[str, Any],
     past: Callable[[int], dict[str, Any]],
+    lines: Sequence[dict[str, Any]] = (),
 ) -> list[Change]:
-    """Differences between a checkpoint's recipe and data and those of now.
+    """Differences between a checkpoint's recipe and data and those of now; what the run's history
+    (`lines`) has of changes since is no difference any more.
 
     Raises UserError with every one that is not allowed.
     """
-    stored = with_data(state.recipe, state.data)
+    stored = with_data(recorded(lines, state.step, state.recipe), state.data)
     now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
     verdict = check_resume(stored, now, recipe.allow)
     problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]

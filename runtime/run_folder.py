@@ -2,28 +2,43 @@
 
     recipe.yaml  layout.json  ds_config.json  environment.json      what it was
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
+    .lock  lease/                                                   whose turn it is
 
-The one rule: it has one writer. Two starts of one name never mix, nothing in it is overwritten by
-another run, and a refused recipe leaves no folder at all.
+The one rule: it has one writer. Two starts of one name never mix (a lock guards one host, the lease
+all of them), nothing in it is overwritten by another run, and a refused recipe leaves no folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from checkpoint import epochs
+from checkpoint.lease import Lease, refuse_held, take
+from recipes.exits import DO_NOT_RETRY
 from recipes.schema import UserError
+from runtime.trust import refuse_unsafe
 
 LOCK = ".lock"
+LOCKS: list[Lock] = []  # held until this process ends
 # What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
-ADDED_TO = (LOCK, "*.jsonl", "checkpoints", "ledger", "ledger/*", "tensorboard", "tensorboard/*")
+ADDED_TO = (
+    LOCK,
+    "lease",
+    "*.jsonl",
+    "checkpoints",
+    "ledger",
+    "ledger/*",
+    "tensorboard",
+    "tensorboard/*",
+)
 # Packages whose version can change a result or a speed.
 RECORDED_PACKAGES = (
     "torch",
@@ -36,9 +51,9 @@ RECORDED_PACKAGES = (
 )
 
 
-def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fresh: bool) -> TextIO:
-    """Make `folder`, or enter the one that is there, as its only writer; the lock lasts as long as
-    the returned file is open.
+def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fresh: bool) -> Lease:
+    """Make `folder`, or enter the one that is there, as its only writer, as long as the returned
+    lease is held by this process.
 
     `documents` (name -> text, or JSON) are put in place whole. With `is_fresh` a folder that exists
     is set aside under another name first. Raises UserError when another process holds the run.
@@ -49,43 +64,82 @@ def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fre
         raise UserError(f"run={folder.name}: {error.filename}: {error.strerror}") from None
 
 
-def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> TextIO:
+def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lease:
     refuse_unwritable(folder)
+    refuse_unsafe(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if is_fresh and folder.exists():
-        hold(folder).close()  # whoever writes it must have ended
-        os.rename(folder, aside(folder))
-    folder.mkdir(exist_ok=True)
-    lock = hold(folder)
+        with contextlib.closing(hold(folder)) as held:  # whoever writes it must have ended
+            refuse_held(folder, held.inode)
+            os.rename(folder, aside(folder))
+    folder.mkdir(mode=0o755, exist_ok=True)
+    held = hold(folder)
+    LOCKS.append(held)
+    lease = take(folder, held.inode, end_fenced)
     for name, content in documents.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         new = folder / f".{name}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, folder / name)
-    return lock
+    return lease
 
 
-def hold(folder: Path) -> TextIO:
-    """Lock a run folder for this process. Raises UserError where another one has it."""
+def end_fenced(problem: str) -> None:
+    """End this process at once: another life writes the run, and nothing here is of use to it."""
+    print(f"refused: {problem}", file=sys.stderr, flush=True)
+    os._exit(DO_NOT_RETRY)
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock file, locked as long as it is open. `inode` tells it apart; 0 = no locks here."""
+
+    file: TextIO
+    inode: int
+
+    def close(self) -> None:
+        """Unlock."""
+        self.file.close()
+
+
+def hold(folder: Path, kind: int = fcntl.LOCK_EX) -> Lock:
+    """Lock a run folder. Raises UserError where another process of this host, or of one that shares
+    locks with it, has it.
+    """
     file = open(folder / LOCK, "a")  # noqa: SIM115  the lock is held by the open file
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise UserError(
-            f"run={folder.name}: another process is writing {folder}; wait for it to end, stop it,"
-            f" or choose another name (run={folder.name}-2)"
+            f"run={folder.name}: another process is writing {folder}{_holder(folder)}; wait for it"
+            f" to end, stop it, or choose another name (run={folder.name}-2)"
         ) from None
     except OSError:
-        pass  # some network file systems have no locks: the run goes on without this guard
-    return file
+        return Lock(file, 0)  # some network file systems have no locks: the lease alone is a guard
+    return Lock(file, os.fstat(file.fileno()).st_ino)
+
+
+def _holder(folder: Path) -> str:
+    """Who that is, as far as the lease says."""
+    try:
+        holder = epochs.read(folder, epochs.newest(folder))
+    except OSError:
+        return ""
+    return f" ({holder})" if holder and not holder.is_released else ""
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raise UserError when another process holds the run now, or its place cannot be written."""
+    """Raise UserError when another process of this host holds the run now, or its place cannot be
+    written, or others could write it.
+
+    Asks for a shared lock, so that ranks that ask at once do not take each other for a writer.
+    """
     refuse_unwritable(folder)
+    refuse_unsafe(folder)
     if (folder / LOCK).exists():
-        hold(folder).close()
+        with contextlib.closing(hold(folder, fcntl.LOCK_SH)) as held:
+            refuse_held(folder, held.inode, wait=False)
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -117,30 +171,6 @@ def aside(folder: Path) -> Path:
     return Path(f"{folder}.before-{next(numbers)}")
 
 
-def environment(root: Path, device: Any) -> dict[str, Any]:
-    """Commit, versions, hardware: what a later reader needs to run this again.
-
-    `device` is the torch.device that rank 0 trains on.
-    """
-    import torch  # here, because the launcher uses the rest of this file and imports no torch
-
-    return {
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git(root, "status", "--porcelain")),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "packages": versions(),
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "processor": processor(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": device_name(device),
-    }
-
-
 def processor() -> str | None:
     """The CPU as Linux names it; None elsewhere."""
     try:
@@ -161,21 +191,6 @@ def device_name(device: Any) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """Output of a git command, or None where there is no git or no repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:

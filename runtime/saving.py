@@ -1,28 +1,69 @@
-"""When a run saves, and what: the step's state beside the tensors.
+"""When a run saves, and what; and what the ranks tell each other before they do.
 
-The one rule: whether a save follows a step is a function of the step alone, so that all ranks save
-together. Units: steps.
+    every step    poll: the report of a save that ended beside training; an alarm for one that hangs
+    a due step    exchange: is one still in flight? are copies of weights equal? what do saves cost?
+                  -> wait for it, or leave this save out -> save, in the step or beside it
+
+The one rule: what all ranks must do alike - save, wait, leave out, stop - follows from the step and
+from numbers that all of them exchanged; what one rank sees alone is only told. Units: steps,
+seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint import replicas
+from checkpoint.background import WAITS, Background
 from checkpoint.choose import Keep
-from checkpoint.comm import Comm
+from checkpoint.comm import Comm, Ranks
 from checkpoint.commit import SaveReport, due, save
+from checkpoint.interval import Cost, Pace
+from checkpoint.lease import Lease
+from checkpoint.manifest import folder_name
 from checkpoint.state import RunState, random_states
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Shared
 from runtime import run_folder
 from runtime.engine import Engine
 from runtime.process import Process
 from runtime.settle import Settled
 
+# How long the writers of a save wait for each other. A dead process is noticed at once, a silent
+# host by training's own collectives; a slow disk is no reason to give a save up.
+PATIENCE_S = 7 * 86400.0
+POLL_S = 1.0
+# What a save in flight gets when this rank fails: less than the launcher gives it until SIGKILL.
+GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to put on record: an event, and a line for a person."""
+
+    kind: str
+    text: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a rank tells the others before a save."""
+
+    waited_s: float  # for the save before, which was in flight; 0 = it was not
+    doing: str | None  # of that save, where it has not ended; None: it has
+    summary: dict[str, int]  # of weights that other ranks hold too
+    cost: Cost
+
 
 class Saver:
-    """Saves one run, on every rank."""
+    """Saves one run, on every rank. As a context it ends what is in flight."""
 
     def __init__(
         self,
@@ -33,18 +74,198 @@ class Saver:
         engine: Engine,
         ranks: Comm,
         process: Process,
+        lease: Lease | None = None,  # rank 0's
     ):
         self.folder, self.recipe, self.settled = folder, recipe, settled
         self.stream, self.engine, self.ranks, self.process = stream, engine, ranks, process
+        self.lease = lease
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
+        self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
+        self.pace = None
+        if self.wanted.interval == "auto":
+            self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
+        self.background = None
+        if self.wanted.mode == "async":
+            self.background = Background(Ranks(PATIENCE_S))
+        self._in_flight: int | None = None  # as all ranks agree; one's own may have ended
+        self._is_alarmed = False
+        self._report: SaveReport | None = None  # of the newest save that ended or was left out
+        self._stall_s: float | None = None  # of the last save, waiting and making memory left out
 
-    def is_due(self, step: int) -> bool:
-        """Whether a save follows update `step`."""
-        return due(step, self.wanted.interval, self.last_step)
+        self.segment = 0  # of the history
+        self.skipped_before = 0  # steps that did not move the weights before the last save
+        self.evaluated: tuple[int, Any] | None = None  # step and validation loss, since then
 
-    def save(self, step: int, health: dict[str, int]) -> SaveReport:
-        """Save the state after update `step`; a collective."""
+    def go_on(self, state: RunState) -> None:
+        """Take up what the checkpoint that was loaded says about the next save."""
+        if self.pace:
+            self.pace.go_on(state.step, state.saving)
+
+    def is_due(self, step: int, is_asked: bool = False) -> bool:
+        """Whether a save follows update `step`; `is_asked` = the run ends early after it. A trial
+        that saves nothing (no interval, `at_end` false) does not save then either."""
+        if self.pace:
+            planned = step == self.last_step or step >= self.pace.next
+        else:
+            planned = due(step, self.wanted.interval, self.last_step)
+        keeps = self.wanted.at_end or self.wanted.interval != 0
+        return planned or (is_asked and keeps)
+
+    def poll(self) -> None:
+        """At each step's end, on every rank: tell what has become of the save in flight."""
+        if self.pace:
+            self.pace.edge()
+        if self.background and self.background.in_flight is not None:
+            self._take(0.0)
+            self._alarm()
+
+    def save(self, step: int, health: dict[str, int]) -> None:
+        """Save the state after update `step`, or begin to; a collective. What came of it is told.
+
+        Raises Shared where copies of weights differ and the recipe says to stop.
+        """
+        began = time.perf_counter()
+        own = self.engine.replicas() if self.ranks.world > 1 else []
+        edge = self._edge(own)
+        edges = self.ranks.exchange(edge, "edge of a save")
+        behind = self._in_flight
+        if behind is not None:
+            waited_s = max(one.waited_s for one in edges)
+            if waited_s:
+                text = f"the save of step {step} waited {waited_s:.2g} s for that of step {behind}"
+                facts = {"step": step, "behind": behind, "seconds": waited_s}
+                self.tell(Note("save_waited", text, facts))
+            still = {rank: one.doing for rank, one in enumerate(edges) if one.doing}
+            if still:
+                self._leave_out(step, behind, still, time.perf_counter() - began)
+                return
+        self._in_flight = None
+        self._compare(step, own, edges)
+        if self.pace and self.pace.decide(step, [one.cost for one in edges]):
+            self._tell_interval(step)
+        self._begin(step, health, began)
+        self._stall_s = time.perf_counter() - began - edge.waited_s
+        if self.background:
+            self._stall_s -= self.background.made_s
+
+    def drain(self) -> str | None:
+        """Wait for the save in flight as long as it moves on; a collective, before an end that all
+        ranks come to alike. Why the newest save is not there; None: it is, or there was none.
+        """
+        while self.background:
+            doing = self._wait()
+            answers = self.ranks.exchange((doing, self.background.idle_s), "end of saves")
+            still = {rank: doing for rank, (doing, _) in enumerate(answers) if doing}
+            if not still:
+                break
+            if all(answers[rank][1] >= self.wanted.stuck_s for rank in still):
+                return f"step {self._in_flight} is still being written by {_doing(still)}"
+            time.sleep(min(POLL_S, self.wanted.stuck_s))
+        return None if self._report is None else self._report.problem
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """After an error the save in flight is given time: by what all ranks raise alike as much as
+        ever, by what one of them raises alone a little.
+        """
+        if self.background and self.background.in_flight is not None:
+            rest_s = self.wanted.stuck_s - self.background.age_s
+            try:
+                self._take(rest_s if isinstance(error, Shared) else min(rest_s, GRACE_S))
+            except RuntimeError as lost:  # the other ranks; the cause is on its way up already
+                print(f"the save in flight is lost: {lost}", file=sys.stderr)
+
+    def _wait(self) -> str | None:
+        """For the save in flight, as long as it is allowed; what it does, unless it has ended."""
+        self._take(self.wanted.stuck_s - self.background.age_s)
+        doing = self.background.doing
+        if doing is None:
+            self._take(0.0)  # it may have ended since
+        else:
+            self._alarm()
+        return doing
+
+    def _take(self, wait_s: float) -> None:
+        report = self.background.take(wait_s)
+        if report is not None:
+            self._is_alarmed = False
+            self._report = report
+            self.tell(report)
+
+    def _alarm(self) -> None:
+        """Once per save: it has been in flight for too long."""
+        age_s = self.background.age_s
+        if self._is_alarmed or age_s <= self.wanted.stuck_s:
+            return
+        self._is_alarmed = True
+        step, doing = self.background.in_flight, self.background.doing or "ends"
+        text = (
+            f"the save of step {step} has not ended after {age_s:.0f} s"
+            f" (checkpoint.stuck_s={self.wanted.stuck_s}); rank {self.process.rank}: {doing}."
+            " No other save begins until it ends"
+        )
+        self.tell(Note("save_stuck", text, {"step": step, "seconds": age_s, "doing": doing}))
+        if not self.process.is_first and doing != WAITS:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _edge(self, own: list[replicas.Replica]) -> Edge:
+        """Wait for the save in flight as long as it is allowed, and say how this rank stands."""
+        waited_s, doing = 0.0, None
+        if self.background and self.background.in_flight is not None:
+            self._take(0.0)
+            if self.background.in_flight is not None:
+                is_allowed = self.background.age_s < self.wanted.stuck_s
+                began = time.perf_counter()
+                doing = self._wait()
+                waited_s = time.perf_counter() - began if is_allowed else 0.0
+        save_s = self._report.seconds if self._report and self._report.ok else None
+        step_s = self.pace.step_s() if self.pace else None
+        return Edge(waited_s, doing, replicas.summary(own), Cost(self._stall_s, save_s, step_s))
+
+    def _leave_out(self, step: int, behind: int, still: dict[int, str], stall_s: float) -> None:
+        problem = f"that of step {behind} is still being written by {_doing(still)}"
+        final = self.folder / "checkpoints" / folder_name(step)
+        self._report = SaveReport(step, final, False, problem, 0, stall_s, stall_s)
+        self.tell(self._report)
+        if self.pace:
+            self.pace.postpone(step)
+
+    def _compare(self, step: int, own: list[replicas.Replica], edges: list[Edge]) -> None:
+        """An alarm for each group of ranks whose copies differ."""
+        holders = replicas.differing([one.summary for one in edges])
+        drifts = replicas.locate(own, holders, self.ranks) if holders else []
+        for drift in drifts:
+            facts = dataclasses.asdict(drift)
+            self.tell(Note("drift", f"step {step}: {drift}", {"step": step, **facts}))
+        if drifts and self.wanted.on_drift == "stop":
+            raise Shared(
+                f"stopped after step {step}, which is not saved: {drifts[0]}. A bit has flipped in"
+                " memory, on a link or in an arithmetic unit; test these hosts (make doctor). The"
+                " same command goes on from the newest checkpoint, whose copies were equal"
+            )
+
+    def _tell_interval(self, step: int) -> None:
+        pace = self.pace
+        facts = {"step": step, "interval": pace.interval, "next": pace.next}
+        facts |= {"stalls_s": pace.stalls_s, "saves_s": pace.saves_s, "mtbf_s": pace.mtbf_s}
+        text = f"a save every {pace.interval} steps from step {step} on (checkpoint.interval=auto)"
+        self.tell(Note("interval", text, facts))
+
+    def _begin(self, step: int, health: dict[str, Any], began: float) -> None:
+        """`health` gets what tells a healthy checkpoint: the newest validation loss since the save
+        before (null: none, or not finite), its step, and how many steps were skipped since.
+        """
+        val_step, loss = self.evaluated or (None, math.nan)
+        val_loss = float(loss)
+        health = health | {
+            "val_loss": val_loss if math.isfinite(val_loss) else None,
+            "val_step": val_step,
+            "skipped_since_save": health["skipped_steps"] - self.skipped_before,
+        }
+        self.skipped_before, self.evaluated = health["skipped_steps"], None
         counted = self.engine.optimizer_step()
         state = RunState(
             step=step,
@@ -55,15 +276,28 @@ class Saver:
             data=self.stream.state() | {"past": self.stream.past(step)},
             layout=self.settled.layout.as_dict(),
             versions=run_folder.versions(),
+            segment=self.segment,
             health=health,
+            saving=self.pace.as_dict() if self.pace else {},
         )
-        return save(
-            self.folder,
-            step,
-            self.engine.fragments(),
-            state.as_dict(),
-            self.ranks,
+        arguments = (self.folder, step, self.engine.fragments(), state.as_dict())
+        options = dict(
             local={"random": random_states(self.process.device)},
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
+            fence=self.lease,
             verify=self.wanted.verify,
         )
+        if self.background:
+            self.background.begin(*arguments, since=began, **options)
+            self._in_flight, self._is_alarmed = step, False
+        else:
+            self._report = save(*arguments, self.ranks, **options)
+            self.tell(self._report)
+
+
+def _doing(still: dict[int, str]) -> str:
+    """Which ranks are where, for a person: first those that no other rank keeps waiting."""
+    apart = {rank: doing for rank, doing in still.items() if doing != WAITS}
+    shown = list((apart or still).items())[:4]
+    more = f", {len(still)} ranks in all" if len(still) > len(shown) else ""
+    return ", ".join(f"rank {rank} ({doing})" for rank, doing in shown) + more

@@ -2,7 +2,8 @@
 
     torchrun crossing_worker.py OUT.json CORPUS FOLDER
 
-Writes the losses of each pair, and which runs below FOLDER hold the same state.
+Writes the losses of each pair, which runs below FOLDER hold the same state, and what is said of a
+bit that flips in a weight of the last rank.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from parity_worker import SEQ_LEN, tiny_recipe
 from pipeline_worker import Run
 
 from checkpoint.comm import Ranks
 from checkpoint.commit import save
+from checkpoint.replicas import Drift, Replica, differing, locate, summary
 from checkpoint.restore import load
 from recipes.schema import Parallel, Recipe
 from runtime import process
@@ -59,8 +62,35 @@ def save_to(folder: Path, run: Run, ranks: Ranks) -> None:
     assert report.ok, report.problem
 
 
+def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
+    """Of each group of holders that the last rank is in: the weight that is spoiled there, and the
+    first weight and the ranks that are found. Before: holders that differ without that."""
+    own = run.engine.replicas()
+    last = {replica.holders: replica for replica in own}
+    seen: dict[str, Any] = {"before": drifted(own, ranks)[0], "found": {}, "holders": {}}
+    everyone = ranks.exchange([replica.holders for replica in own], "holders")
+    for holders in ranks.exchange(list(last), "groups")[-1]:
+        name = last[holders].name if ranks.rank == ranks.world - 1 else None
+        if name:
+            first_byte = last[holders].tensor.detach().view(torch.uint8).view(-1)[:1]
+            first_byte ^= 1
+        differ, found = drifted(own, ranks)
+        if name:
+            first_byte ^= 1
+        name = ranks.exchange(name, "name")[-1]
+        drifts = [[drift.parameter, drift.more, list(drift.ranks)] for drift in found]
+        seen["found"][holders] = [name, differ == [holders], drifts]
+        seen["holders"][holders] = [r for r, groups in enumerate(everyone) if holders in groups]
+    return seen
+
+
+def drifted(own: list[Replica], ranks: Ranks) -> tuple[list[str], list[Drift]]:
+    differ = differing(ranks.exchange(summary(own), "summary"))
+    return differ, locate(own, differ, ranks)
+
+
 def main(out: Path, corpus: Path, folder: Path) -> None:
-    seen: dict[str, Any] = {"before": {}, "after": {}, "same": []}
+    seen: dict[str, Any] = {"before": {}, "after": {}, "same": [], "flipped": {}}
     # One engine after the other: DeepSpeed keeps the grid of the last one in globals.
     ranks = None
     for name in LAYOUTS:
@@ -68,6 +98,7 @@ def main(out: Path, corpus: Path, folder: Path) -> None:
         ranks = ranks or Ranks()
         seen["before"][name] = train(run, 1, SAVED)
         save_to(folder / name, run, ranks)
+        seen["flipped"][name] = flipped(run, ranks)
     for target in LAYOUTS:
         run = Run(recipe_of(target, corpus))
         for source in LAYOUTS:

@@ -4,12 +4,13 @@ benchmarks/matrix.py.
     torchrun layout_worker.py OUT.json CORPUS "NAME;NAME;..."         names as in layout_cases.py
 
 Per case: losses, norms, batch hashes, the held-out loss, the norm of a clipped SGD update, and what
-replicas differ by..
+replicas differ by.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from layout_cases import Case, parse
 from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_recipe, train
 
+from checkpoint.comm import Ranks
+from checkpoint.replicas import differing, summary
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
 from recipes.schema import Optim, Parallel, Recipe
@@ -28,6 +31,7 @@ from runtime.batches import to_device
 from runtime.engine import Engine, build
 from runtime.settle import settle
 
+RANKS = functools.cache(Ranks)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
 WORDS = 65  # one more than the corpus uses: no even number of ranks divides it
 LAYERS = 4  # as many as the most pipeline stages
@@ -79,6 +83,7 @@ def run_case(case: Case, corpus: Path) -> dict:
     )
     seen["eval"] = float(engine.evaluate(to_device(batch, device) for batch in batches))
     seen["replicas"] = replicas_differ(engine)
+    seen["drifted"] = differing(RANKS().exchange(summary(engine.replicas()), "replicas"))
     return seen | {"update_norm": sgd_update_norm(recipe)}
 
 

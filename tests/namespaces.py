@@ -19,7 +19,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 NET = "10.77"
@@ -64,7 +64,8 @@ class Hosts:
         self.names = [f"node{n}" for n in range(1, count + 1)]
         self._spaces = [f"pt{net}n{n}" for n in range(1, count + 1)]
         self._bridge = f"pt{net}br"
-        self._daemons: list[subprocess.Popen] = []
+        self._daemons: dict[int, subprocess.Popen] = {}
+        self._servers: dict[int, list[str]] = {}
         self._cables: list[int] = []
 
     def address(self, number: int) -> str:
@@ -124,9 +125,8 @@ class Hosts:
                 + (f"SetEnv {' '.join(given)}\n" if given else "")
             )
             command = [SSHD, "-D", "-e", "-f", str(keys / f"sshd{number}")]
-            log = open(keys / f"node{number}.log", "ab")  # noqa: SIM115
-            words = self.command(number, *command, prepare=prepare.get(number, ""))
-            self._daemons.append(subprocess.Popen(words, stderr=log, stdout=log))
+            self._servers[number] = self.command(number, *command, prepare=prepare.get(number, ""))
+            self.start_server(number)
         (keys / "config").write_text(
             f"Host *\n  IdentityFile {keys}/user\n  UserKnownHostsFile {keys}/known\n"
             "  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
@@ -148,9 +148,54 @@ class Hosts:
             threading.Thread(target=shuttle, args=(source, target, mib_per_s), daemon=True).start()
         self._cables += [outer, inside]
 
+    def start_server(self, number: int) -> None:
+        """Start the ssh server of a host, of which nothing is left."""
+        with open(self.folder / f"ssh{self.net}" / f"node{number}.log", "ab") as log:
+            self._daemons[number] = subprocess.Popen(self._servers[number], stderr=log, stdout=log)
+
+    def processes(self, number: int) -> list[int]:
+        """Everything that runs on a host."""
+        command = ["ip", "netns", "pids", self._spaces[number - 1]]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def cable(self, number: int, is_in: bool) -> None:
+        """Pull the cable of a host, or put it back."""
+        ip("link", "set", f"pt{self.net}o{number}", "up" if is_in else "down")
+
+    def lose_way(self, number: int, to: Collection[int]) -> None:
+        """From now on what host `number` sends to the others of `to` vanishes without a word: it
+        goes to a card that nobody has. What they send still arrives."""
+        for other in set(to) - {number}:
+            ip(
+                "-n", self._spaces[number - 1], "neigh", "replace", self.address(other), "lladdr",
+                "02:00:00:00:00:01", "dev", f"pt{self.net}i{number}", "nud", "permanent",
+            )  # fmt: skip
+
+    def power_off(self, number: int) -> None:
+        """Everything on a host is gone at once, and its cable is dead: nothing says goodbye."""
+        self.cable(number, is_in=False)
+        for pid in self.processes(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if daemon := self._daemons.pop(number, None):
+            daemon.wait(timeout=10)
+
+    def heal(self) -> None:
+        """Everything works again, and nothing is left of what ran on the hosts."""
+        for number, space in enumerate(self._spaces, start=1):
+            self.cable(number, is_in=True)
+            ip("-n", space, "neigh", "flush", "all", "nud", "permanent")
+            servers = [self._daemons[number].pid] if number in self._daemons else []
+            for pid in set(self.processes(number)) - set(servers):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if number in self._servers and number not in self._daemons:
+                self.start_server(number)
+
     def stop_ssh(self) -> None:
         """End the servers; connections that are open stay."""
-        for daemon in self._daemons:
+        for daemon in self._daemons.values():
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(timeout=10)
         self._daemons.clear()
@@ -171,13 +216,10 @@ class Hosts:
         for cable in self._cables:
             os.close(cable)
         self._cables.clear()
-        for space in self._spaces:
-            inside = subprocess.run(
-                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
-            )
-            for pid in inside.stdout.split():  # what a failed test left running
+        for number, space in enumerate(self._spaces, start=1):
+            for pid in self.processes(number):  # what a failed test left running
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)

@@ -286,7 +286,9 @@ def test_leftovers_are_swept_and_nothing_outside_is_touched(run):
     (there / "step-00002000.tmp-0" / "link").symlink_to(outside)
     (there / "step-00000080.gone-3").symlink_to(outside)
     (there / "notes.tmp-0").mkdir()
-    assert sorted(sweep(there)) == ["step-00000080.gone-3", "step-00002000.tmp-0"]
+    (there / "step-00002000.tmp-5").mkdir()  # of a later epoch
+    assert sorted(sweep(there, 4)) == ["step-00000080.gone-3", "step-00002000.tmp-0"]
+    assert (there / "step-00002000.tmp-5").is_dir()
     assert (outside / "file").read_text() == "kept"
     assert (there / "notes.tmp-0").is_dir()
     assert steps(run) == [90, 100, 1000]

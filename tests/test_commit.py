@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import threading
 import time
 
@@ -18,7 +16,6 @@ from test_storage import blank, cut_flat, full_tensors
 from threads import Killed, run_threads
 
 from checkpoint.choose import Keep, verify
-from checkpoint.comm import Alone
 from checkpoint.commit import due, save
 from checkpoint.manifest import committed, read_manifest
 from checkpoint.restore import load
@@ -277,31 +274,43 @@ def test_a_manifest_names_layout_free_facts_and_no_pickle_is_written(tmp_path):
     assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 4 * values
 
 
-def _save_until_killed(run, moment):
-    torch.set_num_threads(1)
-
-    def point(name, rank):
-        if name == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    (fragments,) = cut_flat(tensors(2), 1)
-    save(run, 2, fragments, {"step": 2}, Alone(), point=point)
-
-
-@pytest.mark.parametrize(
-    "moment", ["write data", "fsync index", "rename manifest", "commit", "fsync parent"]
-)
-def test_a_real_sigkill_leaves_a_whole_checkpoint(tmp_path, moment):
+def test_every_file_is_durable_before_its_name_is_and_the_commit_before_the_hint(
+    tmp_path, monkeypatch
+):
+    """What SIGKILL does not show: after a power cut only what was synced is there."""
     assert save_on_all(tmp_path, 1, world=1)[0].ok
-    process = multiprocessing.get_context("fork").Process(
-        target=_save_until_killed, args=(tmp_path, moment)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    loaded, same = load_on_all(tmp_path)
-    assert same
-    assert loaded[0].step == (2 if moment == "fsync parent" else 1)
+    steps_taken, paths = [], {}
+
+    def seen(name, call):
+        def wrapped(first, *args, **options):
+            where = paths.get(first, first)
+            result = call(first, *args, **options)
+            if name == "open":
+                paths[result] = str(first)
+            steps_taken.append((name, str(where), str(args[0]) if name == "rename" else ""))
+            return result
+
+        return wrapped
+
+    for name in ("open", "write", "fsync", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, seen(name, getattr(os, name)))
+    assert save_on_all(tmp_path, 2, world=1, keep=Keep(newest=1))[0].ok
+    monkeypatch.undo()
+
+    def last(name, end, to=""):
+        return max(
+            i for i, (what, path, target) in enumerate(steps_taken)
+            if what == name and path.endswith(end) and target.endswith(to)
+        )  # fmt: skip
+
+    commit = last("rename", ".tmp-0", "step-00000002")
+    for name in ("rank-00000.bin", "rank-00000.json", "MANIFEST.json.new"):
+        assert last("write", name) < last("fsync", name) < commit
+    assert last("rename", "MANIFEST.json.new") < last("fsync", ".tmp-0") < commit
+    hint, old = last("rename", "latest.new"), last("rename", "step-00000001")
+    assert any(commit < i < hint for i, one in enumerate(steps_taken)
+               if one[:2] == ("fsync", str(tmp_path / "checkpoints")))  # fmt: skip
+    assert last("fsync", "latest.new") < hint < old  # the old one goes last
 
 
 def test_saving_on_rank_0_only_ends_with_a_hint_and_real_ranks_commit_together(tmp_path):

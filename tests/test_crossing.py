@@ -52,3 +52,27 @@ def test_what_went_through_another_layout_exports_the_same_weights_to_the_bit(se
             made.append(load_file(out / "model.safetensors"))
         assert made[0].keys() == made[1].keys()
         assert all(torch.equal(tensor, made[1][key]) for key, tensor in made[0].items())
+
+
+def test_a_flipped_bit_in_any_kind_of_copy_names_its_rank_and_weight(seen):
+    """Copies over data ranks, uncut weights over tensor ranks, tied ones over pipeline stages."""
+    groups = {
+        "pipeline 2 x tensor 2, ZeRO-1": {
+            "pipeline stage 1": [2, 3],
+            "tied weights, tensor rank 1": [1, 3],
+        },
+        "data 4, ZeRO-3": {"pipeline stage 0": [0, 1, 2, 3]},
+        "pipeline 4, ZeRO-1": {"tied weights": [0, 3]},
+        "tensor 2 x data 2, ZeRO-2": {
+            "pipeline stage 0": [0, 1, 2, 3],
+            "pipeline stage 0, tensor rank 1": [1, 3],
+        },
+    }
+    for name, expected in groups.items():
+        case = seen["flipped"][name]
+        assert case["before"] == []  # no false alarm after training
+        assert case["holders"] == expected
+        for holders, (weight, is_alone, drifts) in case["found"].items():
+            odd = [3] if len(expected[holders]) > 2 else expected[holders]
+            assert is_alone
+            assert drifts == [[weight, 0, odd]], (name, holders)

@@ -10,11 +10,11 @@ import pytest
 
 from recipes import knobs
 from recipes.check import knob_names
-from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source
+from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
-CLASSES = (Recipe, Model, Data, Source, Optim, Cluster, Parallel, Log)
+CLASSES = (Recipe, Model, Data, Source, Optim, Cluster, Parallel, Log, Watch)
 
 
 def source_files() -> list[Path]:

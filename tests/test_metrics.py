@@ -187,8 +187,10 @@ def test_a_step_stands_there_once_after_a_restart_with_the_later_lifes_numbers(t
     assert lines[6]["loss"] == 107.0
     # the skip of step 7 went with its line, the skip of step 3 is still counted
     assert lines[-1]["skipped_steps"] == 1
-    lives = read_events(folder, "life")
-    assert [(event["life"], event["after_step"]) for event in lives] == [(1, 0), (2, 5)]
+    began = read_events(folder, "began")
+    assert [(event["life"], event["after_step"]) for event in began] == [(1, 0), (2, 5)]
+    [life] = read_events(folder, "life")  # the first one's, whose launcher is not there to write it
+    assert (life["life"], life["cause"], life["from_step"]) == (1, "killed", 0)
     assert not list(folder.glob("*.new"))
 
 

@@ -58,7 +58,8 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
     assert config["train_batch_size"] == 8
     assert json.loads((pair / "layout.json").read_text())["data"] == 2
     assert json.loads((pair / "environment.json").read_text())["torch"]
-    assert [event["kind"] for event in read_events(pair)] == ["life", "notice", "saved", "finished"]
+    kinds = ["began", "notice", "first_step", "saved", "finished", "life"]
+    assert [event["kind"] for event in read_events(pair)] == kinds
 
 
 def test_each_step_is_recorded_once_with_matching_numbers(pair):

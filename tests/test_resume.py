@@ -85,16 +85,18 @@ def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "nproc", "words"),
     [
-        ("zero1", 1, ["zero=1"]),
+        ("zero1", 1, ["zero=1", "checkpoint.mode=async"]),
         ("zero2", 2, ["zero=2"]),
         ("zero2-bf16", 2, ["zero=2", "precision=bf16"]),
-        ("zero3", 2, ["zero=3"]),
+        ("zero3", 2, ["zero=3", "checkpoint.mode=async"]),
         ("zero3-bf16", 2, ["zero=3", "precision=bf16"]),
         ("zero1-bf16", 1, ["zero=1", "precision=bf16"]),
         ("pipeline-bf16", 2, ["parallel.pipeline=2", "precision=bf16"]),
     ],
 )
-def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, nproc, words):
+def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
+    clone, straight, name, nproc, words
+):
     done = start(clone, f"run={name}-whole", *SHORT, *words, nproc=nproc)
     assert done.returncode == FINISHED, done.stdout
     seed = time.time_ns()
@@ -107,6 +109,8 @@ def test_a_run_killed_twice_at_random_moments_ends_bit_identical(clone, name, np
     runs = clone / "runs"
     assert_same_run(runs / f"{name}-cut", runs / f"{name}-whole", exact=True)
     assert [event["life"] for event in read_events(runs / f"{name}-cut", "life")] == [1, 2, 3]
+    if name == "zero1":  # saved beside training; `straight` is the same run, saved in the step
+        assert_same_run(runs / "zero1-whole", straight, exact=True)
 
 
 def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_lines: int) -> None:
@@ -127,8 +131,24 @@ def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_
     assert time.monotonic() < deadline, "the run did not come to train"
 
 
+# In a clone, this makes rank 1 see no checkpoint, as on a network file system that lags.
+LAGGING = """
+import os
+if os.environ.get("RANK") == os.environ.get("LAGGING_RANK") != None:
+    real = os.scandir
+    def scandir(path="."):
+        if str(path).endswith("checkpoints"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real(path)
+    os.scandir = scandir
+"""
+
+
 def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, straight):
-    """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 2 stages x 2 tensor ranks -> 1 rank ZeRO-3."""
+    """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 2 stages x 2 tensor ranks -> 1 rank ZeRO-3; rank 1 does
+    not see the checkpoints, which it need not: rank 0 decides.
+    """
+    (clone / "sitecustomize.py").write_text(LAGGING)
     lives = [
         (1, ["zero=1", "micro_batch=8"], 4),
         (2, ["zero=3", "micro_batch=1"], 7),
@@ -136,7 +156,8 @@ def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, s
         (1, ["zero=3", "micro_batch=4"], STEPS),
     ]
     for nproc, words, stop in lives:
-        done = start(clone, "run=reshaped", *SHORT, *words, f"stop_after={stop}", nproc=nproc)
+        given = ["run=reshaped", *SHORT, *words, f"stop_after={stop}"]
+        done = start(clone, *given, nproc=nproc, LAGGING_RANK="1")
         assert done.returncode == FINISHED, done.stdout
     run = clone / "runs" / "reshaped"
     assert_same_run(run, straight, exact=False)
@@ -170,6 +191,9 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
     assert done.returncode == FINISHED, done.stdout
     assert f"step-{STEPS:08d} is damaged and was passed over" in done.stdout
     assert f"kept as step-{STEPS:08d}.damaged-1" in done.stdout
+    (event,) = read_events(run, "damaged_checkpoint")
+    assert (event["checkpoint"], event["damage"]) == (f"step-{STEPS:08d}", "flipped")
+    assert "rank-00000.bin: 1 blocks differ" in event["problems"][0]
     assert [step for step, _ in committed(run / "checkpoints")] == [12, STEPS, STEPS + 2]
     assert "going on from checkpoint step 12" in done.stdout
     assert [line["step"] for line in lines_of(run)] == list(range(1, STEPS + 3))

@@ -53,8 +53,11 @@ def test_state_bytes_are_those_of_the_layout():
     shown = show.collect("7b", ["zero=2"], 64)
     parts = shown["state"]["bytes_per_parameter"]
     assert sum(parts.values()) == pytest.approx(2 + 16 / 64)
-    host = show.collect("7b", ["zero=zero3_offload"], 64)["state"]
+    assert shown["state"]["copy_gib"] == 0
+    host = show.collect("7b", ["zero=zero3_offload", "checkpoint.mode=async"], 64)["state"]
     assert host["on_host"] == ["gradients", "master", "moments"]
+    assert host["copy_gib"] == pytest.approx(host["gib"]["master"] + host["gib"]["moments"])
+    assert host["copy_gib"] == pytest.approx(12 / 64 * host["parameters_of_rank"] / 2**30)
     cut = show.collect("70b", [], 1024)["state"]
     # The fullest of 8 stages has 11 of the 80 blocks; their matrices are cut over 8 tensor ranks.
     norms, matrices = 2 * 8192, 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672

@@ -1,0 +1,163 @@
+"""Keeps a run alive: one life after the other, until it ends by itself or makes no progress.
+
+    mend the hosts -> start all ranks -> they end -> one line in events.jsonl -> launch.budget
+                                                      again | the end | given up, with a bundle
+
+The one rule: a life is all ranks or none; what became of it is on record before the next begins.
+This process decides, and touches neither weights nor checkpoints. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from launch.budget import Budget, Life
+from launch.outcome import cause_of, first_failure
+from launch.screen import Screen
+from launch.start import Asked, Lived
+from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
+from recipes.schema import UserError
+
+LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
+LOOK_S = 0.2
+
+
+class Book(Protocol):
+    """The record of the run, as far as it is used here."""
+
+    def new_launch(self) -> str:
+        """A name for the next start of all ranks."""
+
+    def has_begun(self) -> bool:
+        """Whether this very job was started before, and put back in the queue."""
+
+    def place(self) -> tuple[int, int, int]:
+        """(segment, newest step, newest saved step); zeros where there is nothing."""
+
+    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
+        """Write the line of a life; the line, or None where nothing had begun."""
+
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; the request is then carried out."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a life is made of. `lives` starts all ranks and returns when all have ended."""
+
+    num_ranks: int
+    live: Callable[[Screen, Asked, dict[str, str], bool], Lived]
+
+
+def supervise(
+    mend: Callable[[Life | None, Lived | None], Start],
+    book: Book,
+    budget: Budget,
+    asked: Asked,
+    bundle: Callable[[str], Path | None],
+) -> int:
+    """Live until there is an end; returns the exit status.
+
+    `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
+    where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
+    run is given up.
+    """
+    life: Life | None = None
+    lived: Lived | None = None
+    has_begun = book.has_begun()
+    while True:
+        try:
+            asked.then_interrupt()
+            start = mend(life, lived)
+            asked.then_nothing()
+        except KeyboardInterrupt:
+            return asked_status(asked.first or signal.SIGINT)
+        except UserError as error:
+            if life is None:
+                raise
+            return give_up("; ".join(error.problems), bundle)
+        launch = book.new_launch()
+        screen = Screen(start.num_ranks)
+        before, lived = lived, start.live(screen, asked, {LAUNCH: launch}, has_begun)
+        status = screen.finish(lived.ends, asked.first)
+        life, line = written_down(book, lived, status, asked, launch, has_begun, before)
+        has_begun = has_begun or life.has_begun
+        verdict = budget.judge(life)
+        if verdict.is_final:
+            return give_up(verdict.why, bundle)
+        if not verdict.again:
+            return verdict.status
+        saved = (line or {}).get("saved_step") or book.place()[2]
+        whence = f"checkpoint step {saved}" if saved else "step 0"
+        when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
+        say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
+        if not pause(verdict.wait_s, asked):
+            return asked_status(asked.first)
+        if book.stop_is_asked():
+            say("it was asked to stop: not started again")
+            return FINISHED
+
+
+def written_down(
+    book: Book,
+    lived: Lived,
+    status: int,
+    asked: Asked,
+    launch: str,
+    is_ours: bool,
+    before: Lived | None,
+) -> tuple[Life, dict[str, Any] | None]:
+    """Put a life on record; what the budget must know of it, and its line."""
+    first = first_failure(lived.ends)
+    how = {
+        "cause": cause_of(lived.ends, asked.first),
+        "status": status,
+        "rank": first.rank if first and not first.is_lost else None,
+        "host": first.host or None if first else None,
+    }
+    seen = {"phase": first.phase, "why": first.hung} if first else {}
+    line = book.close(
+        launch,
+        is_ours,
+        **how,
+        **seen,
+        began_unix_s=lived.began_unix_s,
+        ended_unix_s=lived.ended_unix_s,
+        detect_s=lived.detect_s,
+        restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
+    )
+    has_begun = line is not None and line["from_step"] is not None
+    return Life(place=book.place(), has_begun=has_begun, **how), line
+
+
+def asked_status(number: int) -> int:
+    """The status of an end that a signal asks for while no rank lives: all that there is is saved,
+    so whoever preempts puts the run back in the queue."""
+    return 128 + number if number == signal.SIGINT else REQUEUE
+
+
+def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
+    """Say why the run is not started again, and where everything about it lies."""
+    folder = bundle(why)
+    where = f"; see {folder}" if folder else ""
+    print(f"stopped for good: {why}{where}", file=sys.stderr, flush=True)
+    return DO_NOT_RETRY
+
+
+def pause(seconds: float, asked: Asked) -> bool:
+    """Wait; False as soon as a signal asks for the end."""
+    end = time.monotonic() + seconds
+    while asked.first is None and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_S))
+    return asked.first is None
+
+
+def say(text: str) -> None:
+    """A line of the supervisor's own."""
+    print(f"restart: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""What happened in a run, one line each, the newest last.
+
+The one rule: every event of events.jsonl is shown, also of kinds that this file knows nothing of.
+Times are UTC, as in the file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.console import duration
+from runtime.presence import is_living
+from runtime.records import EVENTS, parse_line
+
+LOOK_S = 1.0
+COMMON = ("time", "kind", "life", "segment", "launch")  # shown before, or of no use to a person
+
+
+def line_of(event: Mapping[str, Any]) -> str:
+    """One event for a person."""
+    when = f"{event['time'][:10]} {event['time'][11:19]}"
+    text = TEXTS.get(event["kind"], plain_text)(event)
+    segment = f".{event['segment']}" if event.get("segment") else ""
+    return f"{when}  life {event['life']}{segment:<3} {event['kind']:<12} {text}".rstrip()
+
+
+def plain_text(event: Mapping[str, Any]) -> str:
+    """The fields of an event as `name value`, what is unknown left out."""
+    known = {name: value for name, value in event.items() if name not in COMMON}
+    return ", ".join(
+        f"{name} {plain(value)}" for name, value in known.items() if value not in (None, {}, [])
+    )
+
+
+def plain(value: Any) -> str:
+    """A value in few letters."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def began_text(event: Mapping[str, Any]) -> str:
+    """A life begins."""
+    where = f"after step {event['after_step']}" if event.get("after_step") else "from the start"
+    return f"{where}, {event.get('world', '?')} ranks"
+
+
+def saved_text(event: Mapping[str, Any]) -> str:
+    """A checkpoint."""
+    size_mib = event["checkpoint_gib"] * 1024
+    size = f"{size_mib:,.1f} MiB" if size_mib < 1024 else f"{event['checkpoint_gib']:,.2f} GiB"
+    return (
+        f"step {event['step']}, {size} in {event['checkpoint_s']:.2f} s, training stood"
+        f" {event['checkpoint_stall_s']:.2f} s"
+    )
+
+
+def life_text(event: Mapping[str, Any]) -> str:
+    """A life is over."""
+    if "cause" not in event:
+        return began_text(event)
+    who = "" if event.get("rank") is None else f", rank {event['rank']}"
+    who += f" of {event['host']}" if event.get("host") else ""
+    steps = ""
+    if event.get("last_step") is not None:
+        steps = f"; steps {(event.get('from_step') or 0) + 1} to {event['last_step']}"
+    saved = f", saved {event['saved_step']}" if event.get("saved_step") else ", nothing saved"
+    lasted = duration(event["ended_unix_s"] - event["began_unix_s"])
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in event["seconds"].items() if value)
+    why = f": {event['why']}" if event.get("why") else ""
+    return f"{event['cause']}{who}{why}{steps}{saved}; {lasted}" + (
+        f" ({parts} s)" if parts else ""
+    )
+
+
+TEXTS = {"began": began_text, "saved": saved_text, "life": life_text}
+
+
+def chosen(events: Iterable[Mapping[str, Any]], kinds: set[str]) -> list[str]:
+    """Lines of the events of these kinds; of all where none is named."""
+    return [line_of(event) for event in events if not kinds or event["kind"] in kinds]
+
+
+def follow(folder: Path, kinds: set[str], seen: int) -> None:
+    """Print what is added after `seen` bytes, as long as the run lives."""
+    path = folder / EVENTS
+    while True:
+        lives = is_living(folder)
+        with open(path, "rb") as file:
+            file.seek(seen)
+            *whole, _torn = file.read().split(b"\n")
+        seen += sum(len(line) + 1 for line in whole)
+        for text in chosen(map(parse_line, whole), kinds):
+            print(text, flush=True)
+        if not lives and not whole:
+            return
+        time.sleep(LOOK_S)

@@ -1,0 +1,97 @@
+"""Asking a run to save and end, and waiting until it has.
+
+The one rule: it asks, and kills nothing: the run ends itself after a step, all ranks alike, and its
+launcher does not start it again. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from recipes.exits import FAILED, FINISHED
+from runtime.events import line_of
+from runtime.goodput import FAILURES, is_end
+from runtime.lives import unix_s
+from runtime.presence import is_living, shown
+from runtime.records import read_events
+from runtime.requests import ask, read_request
+
+LOOK_S = 0.5
+TELL_S = 30.0
+# A launcher may wait so long before it starts a run again.
+BETWEEN_S = 900.0
+
+
+def stop(folder: Path, now: bool) -> int:
+    """Ask, wait, tell; the exit status."""
+    if not is_living(folder):
+        return not_running(folder, now)
+    began = time.time()
+    ask(folder, now=now, who=who())
+    kind = "end without a save" if now else "save and end"
+    print(f"asked {folder.name} to {kind} after its step; waiting (Ctrl-C: no longer)", flush=True)
+    try:
+        await_end(folder, began)
+    except KeyboardInterrupt:
+        print("the request stays; the run ends after its step")
+        return FINISHED
+    return outcome(folder, began)
+
+
+def await_end(folder: Path, began: float) -> None:
+    """Until nobody runs it and its launcher has given it up."""
+    tell_at = began + TELL_S
+    while (lives := is_living(folder)) or read_request(folder) is not None:
+        if not lives and time.time() - began > BETWEEN_S:
+            return
+        if time.time() > tell_at:
+            tell_at += TELL_S
+            seen = shown(folder)
+            where = f"phase {seen.get('phase', '?')}, step {seen.get('step', '?')}"
+            print(f"still in {where}", flush=True)
+        time.sleep(LOOK_S)
+
+
+def outcome(folder: Path, began: float) -> int:
+    """Tell how a run that was asked has ended; 0 where it did what was asked, or had finished."""
+    recent = [event for event in read_events(folder) if unix_s(event) >= began - 1]
+    for event in reversed(recent):
+        if event["kind"] in ("stopped", "finished"):
+            if "step" not in event:
+                print("stopped between two lives")
+                return FINISHED
+            saved = event.get("is_saved")
+            how = {True: ", saved", False: ", not saved", None: ""}[saved]
+            print(f"{event['kind']} after step {event.get('step', '?')}{how}")
+            failed = [e for e in recent if e["kind"] == "save_failed"]
+            return FAILED if failed and not saved else FINISHED
+    last = line_of(recent[-1]) if recent else "it left no word"
+    print(f"ended otherwise: {last}", file=sys.stderr)
+    return FAILED
+
+
+def not_running(folder: Path, now: bool) -> int:
+    """There are no ranks; a launcher may be about to start some."""
+    ends = [event for event in read_events(folder) if is_end(event)]
+    if not ends:
+        print(f"{folder.name} does not run")
+        return FINISHED
+    print(f"{folder.name} does not run: {line_of(ends[-1])}")
+    if ends[-1]["cause"] in FAILURES and time.time() - ends[-1]["ended_unix_s"] < BETWEEN_S:
+        ask(folder, now=now, who=who())
+        print("a launcher that waits to start it again will not")
+    return FINISHED
+
+
+def who() -> str:
+    """Who asks, for the record."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"

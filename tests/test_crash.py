@@ -1,0 +1,44 @@
+"""A sample of `make crash`: SIGKILL in a save, then the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from crash import cases, check_end, crash
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """The ranks are forked, and threads of torch's do not survive that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("mode", "step"), [("sync", 4), ("async", 4)])
+def test_kills_at_moments_of_a_save_leave_a_run_that_ends_as_if_nothing_had_happened(
+    mode, step, tmp_path, one_thread
+):
+    """CKP-01: one rank, all at once, in the middle of a write; all of them in `make crash`."""
+    found = list(cases(tmp_path, mode, step))
+    check_end(tmp_path / f"probe-{mode}-{step}", None)
+    names = {case.name for case in found}
+    assert {"os.open", "os.write", "os.fsync", "os.rename", "os.mkdir", "os.unlink"} <= names
+    phases = ("prepare", "write", "commit", "verify", "prune")
+    assert {f"exchange {phase}" for phase in phases} | {"commit", "rename old"} <= names
+    assert {case.rank for case in found} == {0, 1, 2}
+    assert len(found) > 150
+    seed = time.time_ns()
+    print("seed of the sample:", seed)  # shown when the test fails
+    draw = random.Random(seed)
+    groups = [[c for c in found if c.rank == rank and c.how == "one"] for rank in range(3)]
+    groups += [[c for c in found if c.how == how] for how in ("all", "torn")]
+    groups += [
+        [c for c in found if c.how == "all" and c.name == name] for name in ("commit", "rename old")
+    ]
+    for case in map(draw.choice, groups):
+        assert crash(tmp_path, case) in (step - 2, step)
