@@ -229,7 +229,6 @@ def loop(run: Run, record: Record | None) -> int:
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
     hardware = Hardware(recipe.hardware, layout, me, run.after_step)
-    clock = hardware.clock()
     collector = Collector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
@@ -238,7 +237,9 @@ def loop(run: Run, record: Record | None) -> int:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    profiler = profiler_of(
+        recipe.log.profile, run.folder, me.rank, HEART.around(hardware.clock.phase)
+    )
     REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
     skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
     skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
@@ -246,7 +247,7 @@ def loop(run: Run, record: Record | None) -> int:
     with run.stream.prefetch(
         run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
     ) as batches:
-        clock.start()
+        hardware.clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
             HEART.beat("step", step)
@@ -273,7 +274,7 @@ def loop(run: Run, record: Record | None) -> int:
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
                 run.saver.evaluated = (step, val_loss)
-            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            finished = Finished(data, lr, result, hardware.clock.finish(), val_loss, sent)
             profiler.end(step)
             hardware.step(step, finished.span)
 

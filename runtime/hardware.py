@@ -95,6 +95,7 @@ class Hardware:
         if wanted.own_times and process.world > 1:
             self._own = own_time(process.device, WINDOW_STEPS)
         is_cuda = process.device.type == "cuda"
+        self.clock = (cuda_clock if is_cuda else StepClock)(own=self._own)  # of the loop's steps
         every_s = wanted.every_s
         if every_s is None:
             every_s = DEFAULT_EVERY_S if is_cuda else 0.0
@@ -108,11 +109,6 @@ class Hardware:
         self._post("place", place | {"is_first_of_host": process.local_rank == 0})
         if self._own or self._devices:
             threading.Thread(target=self._run, args=[board], daemon=True, name="hardware").start()
-
-    def clock(self) -> StepClock:
-        """The clock of the loop's steps."""
-        make = cuda_clock if self._process.device.type == "cuda" else StepClock
-        return make(own=self._own)
 
     def step(self, step: int, span: Span) -> None:
         """After each step, with its times, which are read one step later."""

@@ -1,4 +1,4 @@
-"""A run whose ranks need 0.25 s and their arithmetic for a step, one of them FACTOR times as long.
+"""A run whose ranks need 0.3 s and their arithmetic for a step, one of them FACTOR times as long.
 
     torchrun hardware_worker.py SLOW_RANK FROM_STEP FACTOR knob=value ...
 
@@ -17,7 +17,7 @@ from runtime import process
 from runtime.engine import Engine
 from runtime.hardware import Hardware
 
-WORK_S = 0.25
+WORK_S = 0.3
 
 
 def main() -> int:

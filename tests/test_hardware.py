@@ -324,18 +324,19 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     fan_failed = {"temperature": [70, 88, 88, "hang"], "uncorrected": [0, 0, 3]}
     extra = script(tmp_path, fan_failed, HEALTHY)
     extra["PYTHONPATH"] = extra["PYTHONPATH"].replace(str(ROOT), str(clone)) + f":{clone}"
-    words = [*SMALL, "zero=3", "steps=20", "eval_every=0", "run=watched"]
+    words = [*SMALL, "zero=3", "steps=16", "eval_every=0", "run=watched"]
+    words += ["model.num_hidden_layers=1", "batch_tokens=256"]  # arithmetic is the noisy part
     words += ["hardware.every_s=0.4", "hardware.timeout_s=1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(clone / "tests" / "hardware_worker.py"), "1", "1", "1.5", *words]
     done = run_command(command, 120, cwd=clone, **extra)
     assert done.returncode == 0, done.stdout[-4000:]
     run = clone / "runs" / "watched"
-    assert read_metrics(run)[-1]["step"] == 20
+    assert read_metrics(run)[-1]["step"] == 16
 
     [slow] = read_events(run, "slow_rank")
     assert (slow["rank"], slow["gpu"]) == (1, None)
-    assert slow["step"] <= 20
+    assert slow["step"] <= 16
     assert slow["ratio"] > 4 / 3
     assert slow["text"] in done.stdout
     alarms = {alarm["what"] for alarm in read_events(run, "gpu_alarm")}
