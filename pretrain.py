@@ -45,10 +45,10 @@ from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from recipes.schema import Recipe, Shared, UserError
 from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
-from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
 from runtime.guard import Guard, rewinds_by_policy
+from runtime.hardware import Hardware
 from runtime.heartbeat import HEART
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
@@ -239,7 +239,7 @@ def loop(run: Run, record: Record | None) -> int:
     """One turn per step; returns the exit status."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    clock = cuda_clock() if me.device.type == "cuda" else StepClock()
+    hardware = Hardware(recipe.hardware, layout, me, run.after_step)
     collector = Collector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
@@ -248,14 +248,16 @@ def loop(run: Run, record: Record | None) -> int:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    profiler = profiler_of(
+        recipe.log.profile, run.folder, me.rank, HEART.around(hardware.clock.phase)
+    )
     REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
     guard = guard_of(run)
 
     with run.stream.prefetch(
         run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
     ) as batches:
-        clock.start()
+        hardware.clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
             HEART.beat("step", step)
@@ -284,8 +286,9 @@ def loop(run: Run, record: Record | None) -> int:
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
                 run.saver.evaluated = (step, val_loss)
-            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            finished = Finished(data, lr, result, hardware.clock.finish(), val_loss, sent)
             profiler.end(step)
+            hardware.step(step, finished.span)
 
             if run.lease:
                 run.lease.confirm()  # before this step goes on record
@@ -294,6 +297,7 @@ def loop(run: Run, record: Record | None) -> int:
                 if late:
                     record.write(late)
                 late = finished
+                record.hardware(step, hardware.news())
                 if result.skipped or guard.judgement.reason:
                     record.bad_step(data, result.skipped, guard.judgement)
                 if data.quarantined:
@@ -315,6 +319,7 @@ def loop(run: Run, record: Record | None) -> int:
             if ending:
                 break
     HEART.beat("end")
+    hardware.close()
     unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:

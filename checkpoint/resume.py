@@ -43,6 +43,7 @@ FREE = (
     "checkpoint",
     "health",
     "alerts",
+    "hardware",
     "watch",
     "restart",
     "eval_every",

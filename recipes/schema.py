@@ -303,6 +303,30 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What is watched of the machines while a run trains."""
+
+    every_s: float | None = knob(
+        None,
+        "time between readings of every GPU; 0 = none; null = 10 where the run trains on GPUs, else"
+        " none",
+        unit="seconds",
+        low=0,
+        high=3600,
+    )
+    timeout_s: float = knob(
+        20.0,
+        "a reading that takes longer is given up and its process started anew",
+        unit="seconds",
+        above=0,
+        high=3600,
+    )
+    own_times: bool = knob(
+        True, "time every rank's own work, without its waits, and name a rank that is slow"
+    )
+
+
+@dataclass(frozen=True)
 class Restart:
     """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
 
@@ -380,6 +404,7 @@ class Recipe:
     parallel: Parallel = knob(Parallel(), "axes of ranks")
     log: Log = knob(Log(), "console and event files")
     checkpoint: Checkpoint = knob(Checkpoint(), "saving")
+    hardware: Hardware = knob(Hardware(), "GPUs and ranks that are watched")
     watch: Watch = knob(Watch(), "limits of silence")
     restart: Restart = knob(Restart(), "what follows a failure")
     resume: str = knob(

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
-from runtime import meeting
+from runtime import builds, meeting
 from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -308,6 +308,7 @@ def _export(
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     have_home()
+    builds.prepare()
 
 
 def have_home() -> None:

@@ -2,6 +2,7 @@
 
     loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
          -> skipped, saved, close          -> events.jsonl
+         -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
 
 The one rule: only this reads device scalars, one step after they were made. Units as in
 runtime.metrics.
@@ -26,6 +27,7 @@ from runtime.alerts import Alerts
 from runtime.clock import Span
 from runtime.console import Console, summary_text
 from runtime.engine import StepResult
+from runtime.hardware import DeviceReading, RankTimes, Said
 from runtime.health import Judgement, Verdict
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
@@ -69,6 +71,7 @@ class Record:
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
+        self._is_told = False
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, settled.last_step, after_step=after_step, every=recipe.log.every
@@ -118,6 +121,27 @@ class Record:
             communication_bytes=finished.communication_bytes,
         )
         self.console.step(line)
+
+    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
+        try:
+            self._hardware(step, news)
+        except OSError as error:  # a full disk costs these, and no run
+            if not self._is_told:
+                self._is_told = True
+                self.console.say(f"warning: readings of the hardware are not recorded: {error}")
+
+    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        for one in news:
+            if isinstance(one, DeviceReading):
+                self.writer.devices(step, one.host, one.gpus)
+            elif isinstance(one, RankTimes):
+                self.writer.ranks(one.step, one.own_s)
+            else:
+                facts = {"step": step, **one.facts}
+                self.writer.alarm(facts.pop("step"), one.kind, one.text, **facts)
+                if not one.is_quiet:
+                    self.console.say(f"warning: {one.text}")
 
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
