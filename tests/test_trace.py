@@ -148,7 +148,7 @@ def test_the_verb_confirms_a_record_and_sees_a_change(recorded, capsys):
     assert "20 of 20 recorded steps rebuilt and equal" in capsys.readouterr().out
     assert audit.main(["one", "--step", "6", "--text"]) == 0
     out = capsys.readouterr().out
-    assert "step 6: data step 7, samples 112 to 127" in out
+    assert "step 6 in segment 0: data step 7, samples 112 to 127" in out
     assert "equal to what was recorded" in out
     assert audit.main(["one", "--step", "25"]) == 0
     assert "not recorded: this step is to come" in capsys.readouterr().out
