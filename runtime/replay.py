@@ -55,6 +55,7 @@ QUIET_GROUPS = {
     "log": {"tensorboard": False, "wandb": None, "profile": None, "communication": False},
     "health": {"rewind": 0},
     "alerts": {"command": []},
+    "restart": {"lives": 0},
 }
 # Facts of a machine and its software that may change the last bits.
 PLACE = ("python", "torch", "cuda", "packages", "machine", "processor", "cpu", "threads", "gpu")

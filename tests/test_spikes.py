@@ -1,7 +1,7 @@
 """A sick run from the command line: it goes back, leaves data out, goes on, stops with a bundle.
 
-Two lives of one rank, then one step of theirs repeated twice; faults.py makes the clone's losses
-sick.
+Two lives of one rank under one command, then one step of theirs repeated twice; faults.py makes the
+clone's losses sick.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
-    """(clone, run folder, the two lives)."""
+    """(clone, run folder, how the command ended)."""
     clone = make_clone(tmp_path_factory.mktemp("spikes"))
     infect(
         clone,
@@ -42,13 +42,14 @@ def lives(tmp_path_factory):
     teller.write_text('#!/bin/sh\necho "$ALERT_KIND" >> "$HOME/told"\n')
     teller.chmod(0o755)
     words = [*WORDS, f"alerts.command=[{teller}]"]
-    ends = [start(clone, *words, HF_TOKEN=SECRET, HOME=str(clone)) for _ in range(2)]
-    return clone, clone / "runs" / "sick", ends
+    end = start(clone, *words, timeout_s=240, HF_TOKEN=SECRET, HOME=str(clone))
+    return clone, clone / "runs" / "sick", end
 
 
 def test_a_storm_of_nan_takes_the_run_back_and_leaves_its_data_out(lives):
-    _, run, (first, _) = lives
-    assert first.returncode == REWOUND, first.stdout
+    _, run, _ = lives
+    first = read_events(run, "life")[0]
+    assert (first["cause"], first["status"]) == ("rewound", REWOUND)
     opened = segments(read(run))
     assert [(line["who"], line["parent"]["step"]) for line in opened[1:]] == [("policy", 10)]
     assert [skip["range"] for skip in opened[1]["skips"]] == [[10, 23]]
@@ -59,8 +60,8 @@ def test_a_storm_of_nan_takes_the_run_back_and_leaves_its_data_out(lives):
     assert (verdict["to_step"], verdict["skip"]) == (10, [10, 23])
 
 
-def test_the_same_command_goes_on_and_a_spike_does_not_touch_the_weights(lives):
-    _, run, (_, second) = lives
+def test_the_next_life_goes_on_and_a_spike_does_not_touch_the_weights(lives):
+    _, run, end = lives
     lines = {line["step"]: line for line in read_metrics(run, segment=1)}
     assert min(lines) == 11
     assert max(lines) == 40
@@ -69,13 +70,13 @@ def test_the_same_command_goes_on_and_a_spike_does_not_touch_the_weights(lives):
     assert lines[29]["loss"] < lines[27]["loss"] + 0.2
     (event,) = [e for e in read_events(run, "skipped") if e["step"] == 28]
     assert "the median of the last 16 accepted steps" in event["reason"]
-    assert "SKIPPED: an outlier" in second.stdout
+    assert "SKIPPED: an outlier" in end.stdout
 
 
 def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(lives):
-    clone, run, (_, second) = lives
-    assert second.returncode == DO_NOT_RETRY, second.stdout
-    assert "1 rewinds within 100 steps did not cure it" in second.stdout
+    clone, run, end = lives
+    assert end.returncode == DO_NOT_RETRY, end.stdout
+    assert "1 rewinds within 100 steps did not cure it" in end.stdout
     bundle = run / "bundles" / "step-00000040"
     verdict = json.loads((bundle / "verdict.json").read_text())
     assert verdict["trouble_began_at_step"] == 38
