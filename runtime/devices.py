@@ -40,7 +40,7 @@ class Devices:
         self._guard = threading.Lock()
         self._news: dict[str, Any] = {"number": 0, "gpus": [], "said": []}
         self._told = 0
-        self._is_silent = False
+        self._is_silent, self._told_at = False, float("-inf")
         threading.Thread(target=self._run, daemon=True, name="devices").start()
 
     def news(self) -> dict[str, Any]:
@@ -70,8 +70,10 @@ class Devices:
                 return
             if readings:
                 pause_s = self._timeout_s
-            if not self._is_silent:
-                self._is_silent = True
+            now = time.monotonic()
+            if not self._is_silent and now - self._told_at > LONGEST_PAUSE_S:
+                # What stops over and over is told now and then.
+                self._is_silent, self._told_at = True, now
                 self._say("notice", text=f"GPU readings have stopped: {why}; starting anew")
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

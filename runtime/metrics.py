@@ -245,9 +245,8 @@ class MetricsWriter:
             }
             self._events.points(step, series)
 
-    def alarm(self, step: int, kind: str, text: str, **facts: Any) -> None:
-        """Record what somebody should know, also as a text card."""
-        self.event(kind, step=step, text=text, **facts)
+    def card(self, step: int, kind: str, text: str) -> None:
+        """Put what somebody should know into TensorBoard's text tab."""
         if self._events is not None:
             self._events.text(step, f"alarms/{kind}", text)
 

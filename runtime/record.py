@@ -139,9 +139,13 @@ class Record:
                 self.writer.ranks(one.step, one.own_s)
             else:
                 facts = {"step": step, **one.facts}
-                self.writer.alarm(facts.pop("step"), one.kind, one.text, **facts)
-                if not one.is_quiet:
-                    self.console.say(f"warning: {one.text}")
+                if one.kind == "notice" or one.is_quiet:
+                    self.writer.event(one.kind, text=one.text, **facts)
+                    if not one.is_quiet:
+                        self.console.say(f"warning: {one.text}")
+                else:
+                    self.alert(one.kind, one.text, **facts)
+                    self.writer.card(facts["step"], one.kind, one.text)
 
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
