@@ -260,7 +260,8 @@ FAULTS = (
         before=lambda bed: bed.hosts.power_off(SPARE),
     ),
     Fault("double launch", double_launch, None, 0.0),
-    Fault("launcher killed, same command", killed_launcher, "killed", KILLED_S),
+    # The ranks hear that nobody is left, save and end: no step is lost.
+    Fault("launcher killed, same command", killed_launcher, "preempted", LOST_HOST_S),
 )
 
 
