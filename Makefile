@@ -3,7 +3,7 @@
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
-#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run
+#   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=life,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
@@ -56,11 +56,12 @@ TOKENIZER ?=
 VOCAB ?= 32000
 WORKERS ?=
 CORPUS ?= corpora/sotu
+QUICK ?=
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
-	HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
+	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -89,7 +90,7 @@ READY := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
-	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile audit audit-diff doctor
+	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -164,8 +165,9 @@ corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVE
 	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m data.ingest --in "$$IN" --out "$$OUT" \
 	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$$WORKERS") $(WORDS)
 
-corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER=
-	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" $(WORDS)
+corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER= (QUICK=1)
+	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" \
+	  $(if $(QUICK),--quick) $(WORDS)
 
 corpus-verify: $(READY) ## read every byte of CORPUS and compare (WORKERS=)
 	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$$WORKERS")
@@ -185,6 +187,9 @@ compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
 	@exec "$(PYTHON)" -m compare.profile --run "$$RUN" $(if $(NPROC),--nproc "$$NPROC") \
 	  $(if $(STEPS),--steps "$$STEPS") $(WORDS)
+
+replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEGMENT= NPROC=)
+	@exec "$(PYTHON)" -m runtime.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }

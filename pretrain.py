@@ -11,8 +11,9 @@ and its learning rate are functions of N alone. The loss of step N is read after
 launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
 whatever layout it is started with.
 
-Exit status: 0 finished, or stopped on request; 75 preempted, saved; 93 refused, or stopped for
-good: trying again would not help; 130 Ctrl-C, saved (runtime.requests).
+Exit status: 0 finished, or stopped on request; 75 preempted, saved; 76 taken back to an older
+checkpoint, start again; 93 refused, or stopped for good: trying again would not help; 130 Ctrl-C,
+saved (runtime.requests).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from checkpoint import history
 from checkpoint.blocks import Damaged
@@ -35,22 +37,24 @@ from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
 from data.schedule import read_schedule
-from data.stream import Stream, open_stream
+from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
-from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
+from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from recipes.schema import Recipe, Shared, UserError
 from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
-from runtime.clock import StepClock, cuda_clock
 from runtime.communication import Counter, bytes_by_kind
 from runtime.engine import Engine, build, decoder_config, initial, untrained
+from runtime.guard import Guard, rewinds_by_policy
+from runtime.hardware import Hardware
 from runtime.heartbeat import HEART
 from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
+from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, data_of, read_state, standing
 from runtime.saving import Saver
@@ -67,6 +71,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
+    except Rewound:
+        return REWOUND
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
         return FAILED
@@ -193,7 +199,6 @@ def restore(run: Run) -> None:
     run.warnings += process.first_does(lambda: set_aside(damaged)) or []
     run.saver.go_on(state)
     run.engine.after_load(state.optimizer_step)
-    run.saver.skipped_before = state.health["skipped_steps"]
     if run.loaded.local is not None:
         try:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
@@ -204,7 +209,13 @@ def restore(run: Run) -> None:
 def enter_segment(run: Run) -> int:
     """The segment of the history that this life goes on in, the same on all ranks; a collective."""
     number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
-    return run.ranks.exchange(number, "segment")[0]
+    seen = run.ranks.exchange((number, run.stream.skips.fingerprint()), "segment")
+    if len({skips for _, skips in seen}) > 1:
+        raise Shared(
+            f"run={run.recipe.run}: the ranks read different lists of skips from {run.folder}: a"
+            " shared file system that lags; start it again"
+        )
+    return seen[0][0]
 
 
 def train(run: Run) -> int:
@@ -228,7 +239,7 @@ def loop(run: Run, record: Record | None) -> int:
     """One turn per step; returns the exit status."""
     recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
     layout, last_step = settled.layout, settled.last_step
-    clock = cuda_clock() if me.device.type == "cuda" else StepClock()
+    hardware = Hardware(recipe.hardware, layout, me, run.after_step)
     collector = Collector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
@@ -237,15 +248,16 @@ def loop(run: Run, record: Record | None) -> int:
         run.stream.skips.fingerprint(),
     )
     late: Finished | None = None
-    profiler = profiler_of(recipe.log.profile, run.folder, me.rank, HEART.around(clock.phase))
+    profiler = profiler_of(
+        recipe.log.profile, run.folder, me.rank, HEART.around(hardware.clock.phase)
+    )
     REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
-    skips_in_a_row = run.loaded.state["health"]["skips_in_a_row"] if run.loaded else 0
-    skipped_steps = run.loaded.state["health"]["skipped_steps"] if run.loaded else 0
+    guard = guard_of(run)
 
     with run.stream.prefetch(
         run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
     ) as batches:
-        clock.start()
+        hardware.clock.start()
         for step in range(run.after_step + 1, last_step + 1):
             profiler.begin(step)
             HEART.beat("step", step)
@@ -258,10 +270,12 @@ def loop(run: Run, record: Record | None) -> int:
             engine.set_lr(lr)
             if run.counter:
                 run.counter.take()  # what came before belongs to no step
+            guard.begin(data)
             if data.is_update:
                 result = engine.train_step(
-                    micro_batches, data.num_targets, data.num_tokens, profiler.phase
-                )
+                    micro_batches, data.num_targets, data.num_tokens, profiler.phase,
+                    guard.may_update,
+                )  # fmt: skip
             else:  # data.skip: the step counts, the weights stay
                 result = untrained(data.num_tokens, me.device)
             sent = bytes_by_kind(run.counter.take()) if run.counter else None
@@ -272,44 +286,40 @@ def loop(run: Run, record: Record | None) -> int:
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
                     )
                 run.saver.evaluated = (step, val_loss)
-            finished = Finished(data, lr, result, clock.finish(), val_loss, sent)
+            finished = Finished(data, lr, result, hardware.clock.finish(), val_loss, sent)
             profiler.end(step)
+            hardware.step(step, finished.span)
 
             if run.lease:
                 run.lease.confirm()  # before this step goes on record
             collector.add(data)
-            if data.is_update:
-                skips_in_a_row = skips_in_a_row + 1 if result.skipped else 0
-            skipped_steps += result.skipped
             if record:
                 if late:
                     record.write(late)
                 late = finished
-                if result.skipped:
-                    record.skipped(data, skips_in_a_row)
+                record.hardware(step, hardware.news())
+                if result.skipped or guard.judgement.reason:
+                    record.bad_step(data, result.skipped, guard.judgement)
                 if data.quarantined:
                     record.quarantined(data)
-            is_stuck = skips_in_a_row >= recipe.optim.max_skips
             ending = REQUESTS.answer(step == last_step)
             run.saver.poll()
             is_saved = run.saver.is_due(step, ending is not None and ending.saves)
-            if is_stuck or is_saved or ending or step == last_step:
+            if guard.is_sick or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
                     record.write(late)
                     late = None
-            if is_stuck:
-                if record:
-                    record.close("stopped")
-                raise Shared(stopped_by_skips(run, step, skips_in_a_row))
+            if guard.is_sick:
+                leave_sick(run, data, guard, record)
             if is_saved:
-                health = {"skips_in_a_row": skips_in_a_row, "skipped_steps": skipped_steps}
                 with profiler.phase("save"):
-                    run.saver.save(step, health)
+                    run.saver.save(step, guard.health.as_dict())
             if ending:
                 break
     HEART.beat("end")
+    hardware.close()
     unsaved = run.saver.drain()
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
@@ -323,13 +333,23 @@ def loop(run: Run, record: Record | None) -> int:
     return FINISHED
 
 
-def stopped_by_skips(run: Run, step: int, in_a_row: int) -> str:
-    """Why the run ended before its last step, and what to do."""
-    return (
-        f"stopped after step {step}: gradients were not finite in {in_a_row} steps in a row"
-        f" (optim.max_skips={run.recipe.optim.max_skips}); the weights are those of step"
-        f" {step - in_a_row}. Lower optim.lr, or look at the samples named in"
-        f" {run.folder}/events.jsonl"
+def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
+    """End this life after a step that no skip can cure: the run goes back, or stops."""
+    health = run.recipe.health
+    run.saver.drain()  # it may be what is gone back to
+    process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
+    raise Rewound
+
+
+def guard_of(run: Run) -> Guard:
+    """What judges the steps of this life, from where the checkpoint left it; a collective."""
+    return Guard(
+        run.recipe,
+        run.settled.warmup_steps,
+        run.stream.schedule.sequences_at,
+        run.loaded.state["health"] if run.loaded else None,
+        rewinds_by_policy(run.folder, run.ranks),
+        is_changed=any(change.treatment == "deliberate" for change in run.changes),
     )
 
 
@@ -407,6 +427,7 @@ def banner(run: Run) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.excepthook = process.print_without_secrets
     HEART.begin()
     REQUESTS.listen()
     process.leave(main(sys.argv[1:]))

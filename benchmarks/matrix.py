@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -26,6 +24,7 @@ from layout_cases import BF16_BOUND, Case, every  # noqa: E402
 from layout_worker import EVAL_TOKENS, recipe_of  # noqa: E402
 from parity_worker import STEPS  # noqa: E402
 from plain_loop import plain_loop, relative  # noqa: E402
+from ranks import run_command  # noqa: E402
 
 PER_LAUNCH = 16  # cases: a launch costs ten seconds, and one that hangs costs its limit
 LIMIT_S = 900
@@ -58,7 +57,12 @@ def run(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Case, d
             recipe = recipe_of(Case(tied=case.tied, accumulation=4), corpus)
             expected[case.tied] = plain_loop(recipe, STEPS, EVAL_TOKENS)
         differences, problem = judge(case, found, expected[case.tied])
-        print(case.name, *(f"{key} {value:.1e}" for key, value in differences.items()), problem)
+        print(
+            case.name,
+            *(f"{key} {value:.1e}" for key, value in differences.items()),
+            problem,
+            flush=True,
+        )
         yield case, differences, problem
 
 
@@ -81,17 +85,11 @@ def launch(world: int, out: Path, corpus: Path, names: str) -> str:
     """Run some cases; the last lines of what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(world), str(ROOT / "tests" / "layout_worker.py"), str(out), str(corpus), names]
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {LIMIT_S} s"
-    return " | ".join(done.stderr.strip().splitlines()[-3:])
+        done = run_command(command, LIMIT_S)
+    except AssertionError as error:  # all its processes were killed
+        return str(error).partition(":")[0]
+    return " | ".join(done.stdout.strip().splitlines()[-3:])
 
 
 def judge(case: Case, found: dict | str, expected: dict) -> tuple[dict[str, float], str]:

@@ -147,7 +147,9 @@ def branch(
     folder = ROOT / "runs" / recipe.run
     new = folder.with_name(f".{folder.name}.new-{os.getpid()}")
     lines, facts = read(parent), {"why": why, "who": "operator", "since": history.now()}
+    os.umask(os.umask(0o077) | 0o022)  # nobody but the owner writes what is made here
     try:
+        sweep(folder)
         new.mkdir()
         link(checkpoint, new / "checkpoints" / checkpoint.name)
         (new / MARK).write_text(recipe_yaml(recipe), encoding="utf-8")
@@ -169,6 +171,14 @@ def branch(
         raise UserError(f"TO={folder.name}: {error.filename}: {error.strerror}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what commands for the same name left that a kill ended."""
+    for left in folder.parent.glob(f".{folder.name}.new-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(left)
 
 
 def link(checkpoint: Path, to: Path) -> None:

@@ -59,6 +59,7 @@ class Holder:
     start: str  # of the process, in the kernel's clock
     lock: int  # inode of the lock file that it held; 0 = this file system has no locks
     folder: int  # inode of the run's lease folder: a copied run is held by nobody
+    family: str = ""  # of starts by one supervisor, of which each succeeds the one before
     is_released: bool = False
     # Checkpoints there were when this life began: name -> epoch that wrote it, None = unreadable.
     # A later one of an older epoch is the work of a writer that had lost the run.

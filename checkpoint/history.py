@@ -271,19 +271,22 @@ def describe(lines: Sequence[Line]) -> list[str]:
         return []
     line, told = opened[-1], []
     if line["parent"] is not None:
+        parent = line["parent"]
+        run = f" of run {parent['run']}" if "run" in parent else ""
         told.append(
-            f"segment {line['segment']}: from step {line['parent']['step']} of segment"
-            f" {line['parent']['segment']}{reason(line)}"
+            f"segment {line['segment']}: from step {parent['step']} of segment"
+            f" {parent['segment']}{run}{reason(line)}"
         )
     return told + [f"left out: {described(skip)}" for skip in in_force(lines)]
 
 
-def described(skip: Line) -> str:
+def described(skip: Line, with_reason: bool = True) -> str:
     """A skip in words."""
     first, end = skip["range"]
     what = f"data step {first}" if end == first + 1 else f"data steps {first} to {end - 1}"
     counted = " (counted as steps)" if skip["effect"] == "no_update" else ""
-    return f"{what}{counted} from step {skip['from_step']} on{reason(skip)}"
+    why = reason(skip) if with_reason else ""
+    return f"{what}{counted} from step {skip['from_step']} on{why}"
 
 
 def reason(line: Line) -> str:

@@ -1,6 +1,7 @@
 """The lease: one life writes a run; the next one takes over from a dead or silent one, for good.
 
     who holds the newest epoch?   nobody, or released    -> take the next one
+                                  of the same supervisor -> take it: it starts one after the other
                                   ended on this host     -> take it, at once
                                   alive on this host     -> refused
                                   somewhere else         -> watch: renewed, refused; silent, take it
@@ -40,7 +41,7 @@ def clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def this_process(run_folder: Path, lock: int) -> dict[str, str | int]:
+def this_process(run_folder: Path, lock: int, family: str) -> dict[str, str | int]:
     """What tells this process and this run from every other, as fields of a Holder."""
     pid = os.getpid()
     return {
@@ -51,6 +52,7 @@ def this_process(run_folder: Path, lock: int) -> dict[str, str | int]:
         "start": started(pid) or "",
         "lock": lock,
         "folder": os.stat(run_folder / epochs.FOLDER).st_ino,
+        "family": family,
     }
 
 
@@ -92,11 +94,12 @@ def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = 
     `alive`. `me` is `this_process`, its `lock` 0 unless this process has the lock now.
 
     Under one kernel, a lock that the holder had and this process has was freed by its end; and with
-    locks that work, a holder of another folder than this one wrote what this is a copy of.
+    locks that work, a holder of another folder than this one wrote what this is a copy of. A
+    supervisor starts a life when the one before has ended, or is on a host that it has lost.
     """
     if holder is None:
         return "unknown"
-    if holder.is_released:
+    if holder.is_released or (holder.family and holder.family == me["family"]):
         return "free"
     if holder.boot != me["boot"]:
         return "unknown"
@@ -108,7 +111,7 @@ def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = 
     return "held" if alive(holder) else "free"
 
 
-def refuse_held(run_folder: Path, lock: int, wait: bool = True) -> int:
+def refuse_held(run_folder: Path, lock: int, family: str = "", wait: bool = True) -> int:
     """The newest epoch, once its holder is known to be gone; watches one elsewhere, with `wait`.
 
     `lock` is the inode of the lock file, where this process has it. Raises UserError where a life
@@ -116,7 +119,7 @@ def refuse_held(run_folder: Path, lock: int, wait: bool = True) -> int:
     """
     while epoch := epochs.newest(run_folder):
         holder = epochs.read(run_folder, epoch)
-        verdict = judge(holder, this_process(run_folder, lock))
+        verdict = judge(holder, this_process(run_folder, lock, family))
         if verdict == "held":
             raise _busy(run_folder, f"{holder} is writing it", f"kill {holder.pid}")
         if verdict == "free" or not wait:
@@ -234,15 +237,15 @@ class Lease:
                 pass  # the file system is away: `confirm` and the next save will tell
 
 
-def take(run_folder: Path, lock: int, lost: Callable[[str], None]) -> Lease:
+def take(run_folder: Path, lock: int, lost: Callable[[str], None], family: str = "") -> Lease:
     """Begin a life: the next epoch, once no other one goes on. Raises UserError, OSError.
 
     `lock` is the inode of the lock file that this process has, 0 where there are no locks.
     """
     (run_folder / epochs.FOLDER).mkdir(exist_ok=True)
     while True:
-        epoch = 1 + refuse_held(run_folder, lock)
-        me = this_process(run_folder, lock)
+        epoch = 1 + refuse_held(run_folder, lock, family)
+        me = this_process(run_folder, lock, family)
         mine = Holder(epoch=epoch, token=secrets.token_hex(16), **me)
         if epochs.create(run_folder, mine):
             break

@@ -21,7 +21,6 @@ from checkpoint.blocks import Damaged
 from checkpoint.choose import best, verify
 from checkpoint.lineage import lineage_of
 from checkpoint.manifest import NAME, all_committed, read_manifest, run_folder
-from recipes.command import refuse
 from recipes.schema import UserError
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
@@ -83,7 +82,8 @@ def main(arguments: list[str]) -> int:
     try:
         current = lineage_of(run)
     except UserError as error:
-        return refuse(error)
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
     rows, states, problems = [], {}, []
     for step, segment, folder in all_committed(run / "checkpoints"):
         is_ours = current.holds(segment, step)

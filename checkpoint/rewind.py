@@ -28,7 +28,7 @@ from recipes.command import refuse
 from recipes.compose import compose
 from recipes.exits import FINISHED
 from recipes.schema import UserError
-from runtime.run_folder import hold
+from runtime.run_folder import hold, refuse_busy
 from runtime.settle import length_in_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         folder = run_folder(options.run, ROOT)
+        refuse_busy(folder)
         lock = hold(folder)
         try:
             refuse_held(folder, lock.inode)  # it may go on on another host

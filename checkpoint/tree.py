@@ -70,7 +70,9 @@ def grown(folder: Path, lines: Sequence[Line], number: int, reached: dict, depth
     line, pad = opened[number], " " * (INDENT * depth)
     inner = pad + " " * INDENT
     rows = [f"{pad}segment {number}{origin(line)}: {extent(lines, number, reached)}{reason(line)}"]
-    rows += [f"{inner}left out: {described(skip)}" for skip in line.get("skips", ())]
+    for skip in line.get("skips", ()):
+        is_told = skip.get("since") == line.get("since")  # its reason is the segment's
+        rows.append(f"{inner}left out: {described(skip, not is_told)}")
     events = [*changes(lines, number), *branches(folder, lines, number)]
     rows += [f"{inner}{text}" for _, text in sorted(events)]
     for child in opened:

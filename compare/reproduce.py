@@ -119,16 +119,23 @@ def train(copy: Path, legs: Sequence[Leg], numbers: dict[int, int], code: Code) 
             path = Path(place) / f"leg-{number}.yaml"
             # JSON is YAML; this version of the project need not understand every knob in it.
             path.write_text(json.dumps(leg.entry["recipe"]), encoding="utf-8")
-            command = [
-                sys.executable, "-m", "launch.local", "--with-parent",
-                "--nproc", str(leg.entry["layout"]["world"]), "--",
-                f"recipe={path}", *words(copy.name, leg.stop, allow),
-            ]  # fmt: skip
+            command = [*entry(leg.entry), f"recipe={path}", *words(copy.name, leg.stop, allow)]
             status, tail = run_one(command, code)
             own = read_metrics(copy, numbers[leg.segment])
             reached = max((line["step"] for line in own), default=0)
             if status not in (FINISHED, REWOUND) and reached < leg.stop:
                 raise Broken(f"{copy.name} ended at step {reached} with status {status}:\n{tail}")
+
+
+def entry(conditions: dict[str, Any]) -> list[str]:
+    """The command that trains, up to its words: without `make pretrain`'s supervisor, which would
+    start again by itself what the policy took back; with as many threads as then.
+    """
+    ranks = conditions["layout"]["world"]
+    threads = f"OMP_NUM_THREADS={conditions['threads']}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    several = launcher if ranks > 1 else []
+    return ["env", threads, "OMP_WAIT_POLICY=PASSIVE", sys.executable, *several, "pretrain.py"]
 
 
 def words(name: str, stop: int, allow: Sequence[str]) -> list[str]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -76,6 +77,15 @@ class ShardTask:
     dtype: str
     eod_id: int
     key: str = ""
+    rows: str | None = None  # file that says which documents, where they are shuffled
+
+
+class Part(NamedTuple):
+    """Documents of a shard: ids back to back, tokens of each, rows of the provenance file."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    origin: pa.Table
 
 
 def column(batch: pa.RecordBatch, name: str) -> np.ndarray:
@@ -122,19 +132,12 @@ def plan_shards(
     """
     cutters = {split: _Cutter(split, max_tokens) for split in SPLITS}
     by_file: dict[str, Counter] = {name: Counter() for unit in units for name in unit.files}
-    for number, unit in enumerate(units):
-        begin = 0
-        for batch in batches(unit.folder):
-            masks = selection.masks(batch, unit.first_document + begin)
-            tokens, source = column(batch, "tokens"), column(batch, "source")
-            for split, mask in masks.items():
-                chosen = np.flatnonzero(mask)
-                cutters[split].add(number, begin + chosen, tokens[chosen])
-                _count(by_file, unit.files, source[chosen], split, tokens[chosen])
-            dropped = ~(masks["train"] | masks["valid"])
-            for name, count in _by_source(unit.files, source[dropped]):
-                by_file[name]["duplicates"] += count
-            begin += len(batch)
+    for number, begin, batch, masks in chosen(units, selection):
+        count(by_file, units[number].files, batch, masks)
+        tokens = column(batch, "tokens")
+        for split, mask in masks.items():
+            which = np.flatnonzero(mask)
+            cutters[split].add(number, begin + which, tokens[which])
     shards = [
         make(
             name=f"{split}-{place:05d}",
@@ -153,14 +156,52 @@ def plan_shards(
     return shards, by_file
 
 
-def write_shard(task: ShardTask, advance: Callable[[int], None]) -> None:
+def chosen(units: Sequence[Done], selection: Selection) -> Iterator[tuple]:
+    """(number of the unit, first document of the batch in it, batch, documents by split) in input
+    order.
+    """
+    for number, unit in enumerate(units):
+        begin = 0
+        for batch in batches(unit.folder):
+            yield number, begin, batch, selection.masks(batch, unit.first_document + begin)
+            begin += len(batch)
+
+
+def count(by_file: dict[str, Counter], files: Sequence[str], batch, masks) -> None:
+    """Add what a batch gave to the counts of its files."""
+    tokens, source = column(batch, "tokens"), column(batch, "source")
+    for split, mask in masks.items():
+        sums = np.bincount(source[mask], tokens[mask], len(files)).tolist()
+        for name, number in _by_source(files, source[mask]):
+            by_file[name][f"documents_{split}"] += number
+            by_file[name][f"tokens_{split}"] += int(sums[files.index(name)])
+    for name, number in _by_source(files, source[~(masks["train"] | masks["valid"])]):
+        by_file[name]["duplicates"] += number
+
+
+def write_shard(task: ShardTask, parts: Iterable[Part], advance: Callable[[int], None]) -> None:
     """Write the files of one shard, and its entry for the manifest last, as <name>.json beside the
     folder.
     """
     prefix = task.folder / task.name
     writer = ShardWriter(prefix, np.dtype(task.dtype), task.eod_id)
-    origin = ProvenanceWriter(prefix.with_name(prefix.name + SUFFIX))
-    document = task.number
+    provenance = ProvenanceWriter(prefix.with_name(prefix.name + SUFFIX))
+    for part in parts:
+        writer.add_many(part.ids, part.lengths)
+        provenance.add(part.origin)
+        advance(part.ids.nbytes)
+    assert (writer.num_tokens, writer.num_documents) == (task.tokens, task.documents)
+    provenance.close()
+    side = _file_xxh3(provenance.path)
+    entry = PublishedFile(task.folder.parent / "shards" / f"{task.name}.json")
+    text = {"key": task.key, "entry": writer.close(), "side": {provenance.path.name: side}}
+    entry.write(json.dumps(text).encode())
+    entry.publish()
+
+
+def in_order(task: ShardTask) -> Iterator[Part]:
+    """The documents of a shard in input order, a batch at a time."""
+    document, dtype = task.number, np.dtype(task.dtype)
     for place, unit in enumerate(task.units):
         low = task.first if place == 0 else 0
         high = task.stop if place == len(task.units) - 1 else unit.documents
@@ -168,44 +209,31 @@ def write_shard(task: ShardTask, advance: Callable[[int], None]) -> None:
             begin = 0
             for batch in batches(unit.folder):
                 tokens = column(batch, "tokens")
-                size = int(tokens.sum()) * writer.dtype.itemsize
+                size = int(tokens.sum())
                 numbers = begin + np.arange(len(batch))
                 begin += len(batch)
                 if begin <= low or begin - len(batch) >= high:
-                    ids.seek(size, 1)
+                    ids.seek(size * dtype.itemsize, 1)
                     continue
-                mask = selection_mask(task, unit, batch, begin - len(batch))
+                first = unit.first_document + begin - len(batch)
+                mask = task.selection.masks(batch, first)[task.split]
                 mask &= (numbers >= low) & (numbers < high)
-                some = np.fromfile(ids, dtype=writer.dtype, count=size // writer.dtype.itemsize)
+                some = np.fromfile(ids, dtype=dtype, count=size)
                 if not mask.all():
                     some = some[np.repeat(mask, tokens)]
-                writer.add_many(some, tokens[mask])
-                origin.add(_origin(task, unit, batch, mask, document))
-                document += int(mask.sum())
-                advance(some.nbytes)
-    assert (writer.num_tokens, writer.num_documents) == (task.tokens, task.documents)
-    origin.close()
-    side = _file_xxh3(origin.path)
-    entry = PublishedFile(task.folder.parent / "shards" / f"{task.name}.json")
-    text = {"key": task.key, "entry": writer.close(), "side": {origin.path.name: side}}
-    entry.write(json.dumps(text).encode())
-    entry.publish()
+                kept = batch.filter(pa.array(mask))
+                documents = document + np.arange(len(kept))
+                yield Part(some, tokens[mask], origin(task, unit, kept, documents))
+                document += len(kept)
 
 
-def selection_mask(task: ShardTask, unit: Done, batch, begin: int) -> np.ndarray:
-    return task.selection.masks(batch, unit.first_document + begin)[task.split]
-
-
-def _origin(task: ShardTask, unit: Done, batch, mask: np.ndarray, document: int) -> pa.Table:
-    chosen = batch.filter(pa.array(mask))
-    names = pa.array(unit.files).take(chosen.column(0))
-    columns = {
-        name: chosen.column(chosen.schema.get_field_index(name)) for name in batch.schema.names
-    }
-    columns["row"] = pa.array(column(chosen, "row") + unit.row_base)
-    columns["document"] = pa.array(document + np.arange(len(chosen)))
-    columns["split"] = pa.array([task.split] * len(chosen))
-    columns["source"], columns["xxh3"] = names, columns["digest"]
+def origin(task: ShardTask, unit: Done, kept: pa.RecordBatch, documents: np.ndarray) -> pa.Table:
+    """Rows of the provenance file for documents of a unit, with their numbers in the split."""
+    columns = {name: kept.column(kept.schema.get_field_index(name)) for name in kept.schema.names}
+    columns["source"] = pa.array(unit.files).take(columns["source"])
+    columns["row"] = pa.array(column(kept, "row") + unit.row_base)
+    columns["document"], columns["xxh3"] = pa.array(documents), columns["digest"]
+    columns["split"] = pa.array([task.split] * len(kept))
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
@@ -250,18 +278,10 @@ class _Cutter:
         return self._cuts + ([self._current] if self._current else [])
 
 
-def _count(by_file, files, source: np.ndarray, split: str, tokens: np.ndarray) -> None:
-    for name, count in _by_source(files, source):
-        by_file[name][f"documents_{split}"] += count
-    for number, count in enumerate(np.bincount(source, tokens, len(files)).tolist()):
-        if count:
-            by_file[files[number]][f"tokens_{split}"] += int(count)
-
-
 def _by_source(files, source: np.ndarray) -> Iterator[tuple[str, int]]:
-    for number, count in enumerate(np.bincount(source, minlength=len(files)).tolist()):
-        if count:
-            yield files[number], count
+    for file, number in enumerate(np.bincount(source, minlength=len(files)).tolist()):
+        if number:
+            yield files[file], number
 
 
 def _are_in(words: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -56,12 +56,15 @@ def side_file_bytes(bin_bytes: int) -> int:
 class BlockChecker:
     """Which blocks of one .bin are known to be good. Not safe for threads; its owner holds a
     lock.
+
+    is_hashed: False for a .bin without a side file, whose blocks nobody can check: all pass.
     """
 
-    def __init__(self, bin_path: Path, bin_bytes: int):
+    def __init__(self, bin_path: Path, bin_bytes: int, is_hashed: bool = True):
         self.bin_path, self.bin_bytes = bin_path, bin_bytes
-        self._expected = np.fromfile(bin_path.with_suffix(".xxh"), dtype="<u8")
-        self._is_good = np.zeros(len(self._expected), dtype=bool)
+        if is_hashed:
+            self._expected = np.fromfile(bin_path.with_suffix(".xxh"), dtype="<u8")
+        self._is_good = np.full(side_file_bytes(bin_bytes) // 8, not is_hashed)
         self._bad: set[int] = set()
 
     def check(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> None:

@@ -13,6 +13,7 @@ Units: tokens, bytes. Hashes are xxh3-128 in hex for files, SHA-256 for identiti
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -44,9 +45,11 @@ FIELDS = {
 }
 TOKENIZER_FIELDS = {"folder": str, "fingerprint": str}
 SHARD_FIELDS = dict.fromkeys(
-    ("tokens", "sequences", "documents", "eod_count", "bin_bytes", "idx_bytes"), int
-) | dict.fromkeys(("name", "bin_xxh3", "idx_xxh3", "xxh_xxh3"), str)
-SHARD_FIELDS |= {"max_id": (int, type(None))}
+    ("tokens", "sequences", "documents", "bin_bytes", "idx_bytes"), int
+) | dict.fromkeys(("name", "idx_xxh3"), str)
+# None: not known, where nobody has read the tokens.
+SHARD_FIELDS |= dict.fromkeys(("eod_count", "max_id"), (int, type(None)))
+SHARD_FIELDS |= dict.fromkeys(("bin_xxh3", "xxh_xxh3"), (str, type(None)))
 ORDER_RULE = "the shards of a split follow each other in the order of this list"
 MAX_PROBLEMS = 20  # shown at once; a cut disk damages hundreds of files
 
@@ -87,9 +90,14 @@ class Corpus:
     @property
     def notes(self) -> list[str]:
         """Oddities of its files that were tolerated."""
-        return [
-            note for split in self.splits.values() for shard in split.shards for note in shard.notes
-        ]
+        shards = [shard for split in self.splits.values() for shard in split.shards]
+        unread = (
+            []
+            if all(shard.is_hashed for shard in shards)
+            else [self.manifest.get("not_read", "has no hashes")]
+        )
+        notes = [f"{self.folder}: {text}" for text in unread]
+        return notes + [note for shard in shards for note in shard.notes]
 
 
 def open_corpus(folder: Path, vocab_size: int | None = None) -> Corpus:
@@ -233,7 +241,9 @@ def _refuse_twice(folder: Path, entry: Mapping, seen: dict) -> None:
     if not name or Path(name).name != name or name.startswith("."):
         raise UserError(f"{folder / MANIFEST}: expected plain file names of shards, found {name!r}")
     path = folder / f"{name}.bin"
-    keys = [("name", name), ("content", entry["bin_xxh3"], entry["idx_xxh3"])]
+    keys = [("name", name)]
+    if entry["bin_xxh3"]:
+        keys.append(("content", entry["bin_xxh3"], entry["idx_xxh3"]))
     if path.exists():
         keys.append(("file", *os.stat(path)[1:3]))  # inode and device
     for key in keys:
@@ -247,11 +257,11 @@ def _refuse_twice(folder: Path, entry: Mapping, seen: dict) -> None:
 
 def _checked_shard(folder: Path, entry: Mapping, manifest: Mapping) -> Shard:
     prefix = folder / entry["name"]
-    sizes = {
-        ".bin": entry["bin_bytes"],
-        ".idx": entry["idx_bytes"],
-        ".xxh": side_file_bytes(entry["bin_bytes"]),
-    }
+    sizes = {".bin": entry["bin_bytes"], ".idx": entry["idx_bytes"]}
+    hashed = {".idx": entry["idx_xxh3"]}
+    if entry["xxh_xxh3"]:
+        sizes[".xxh"] = side_file_bytes(entry["bin_bytes"])
+        hashed[".xxh"] = entry["xxh_xxh3"]
     for suffix, expected in sizes.items():
         path = prefix.with_suffix(suffix)
         found = path.stat().st_size if path.is_file() else None
@@ -261,15 +271,15 @@ def _checked_shard(folder: Path, entry: Mapping, manifest: Mapping) -> Shard:
                 f"{path}: expected {expected} bytes, found {state}; restore it from a copy or "
                 "build the corpus again"
             )
-    for suffix, field in ((".idx", "idx_xxh3"), (".xxh", "xxh_xxh3")):
+    for suffix, expected in hashed.items():
         path = prefix.with_suffix(suffix)
         found = _file_hash(path)
-        if found != entry[field]:
+        if found != expected:
             raise UserError(
-                f"{path}: expected xxh3 {entry[field]}, found {found}: the file is damaged; "
+                f"{path}: expected xxh3 {expected}, found {found}: the file is damaged; "
                 "restore it from a copy or build the corpus again"
             )
-    shard = check_shard(prefix)
+    shard = dataclasses.replace(check_shard(prefix), is_hashed=".xxh" in hashed)
     _compare(shard, entry, manifest)
     return shard
 
@@ -287,7 +297,7 @@ def _compare(shard: Shard, entry: Mapping, manifest: Mapping) -> None:
         raise UserError(
             f"{shard.idx_path}: expected {expected}, found {found}; build the corpus again"
         )
-    if manifest["eod_policy"] == "append" and entry["eod_count"] < shard.num_documents:
+    if manifest["eod_policy"] == "append" and (entry["eod_count"] or 0) < shard.num_documents:
         raise UserError(
             f"{shard.bin_path}: expected an end id {manifest['eod_id']} for each of "
             f"{shard.num_documents} documents, found {entry['eod_count']}; build the corpus again"

@@ -39,6 +39,18 @@ class Foreign:
     eod_id: int
     shard: Shard | None = None
 
+    @property
+    def num_documents(self) -> int:
+        """Documents, as an index says. Raises UserError where there is none."""
+        if self.kind == "flat":
+            raise UserError(
+                f"{self.path}: has no index that says how many documents it has, so split= cannot "
+                "cut it; hold out by hash: valid=0.01"
+            )
+        if self.kind == "datatrove":
+            return self.path.with_name(self.path.name + ".index").stat().st_size // 8
+        return self.shard.num_documents
+
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(ids, lengths of the documents in them), whole documents, about CHUNK_TOKENS a time."""
         if self.kind == "flat":

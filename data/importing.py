@@ -2,6 +2,7 @@
 
     files --one pass: hashes, smallest and largest id, ends of documents--> OUT/ shards, manifest
     Megatron files of our types are linked, everything else is written anew
+    QUICK=1: no pass; what can be linked is taken on its sizes and its index, the rest refused
 
 Its one rule: the tokens are those of the files, in the order of their names; what does not fit is
 refused. Where documents are not ended by the end id, that is said and stands in the manifest.
@@ -13,28 +14,35 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from data.blocks import BlockHasher
 from data.build import locked, writing
 from data.corpus import write_manifest
 from data.foreign import TYPES, Foreign, find_foreign
 from data.indexed import CODES, token_dtype
+from data.linking import Facts, link, link_unread, why_not
 from data.publish import INPUTS, file_hash, write_lines
 from data.report import report_lines
+from data.rewriting import Places, rewrite
 from data.settings import knob_lines, read_words
-from data.shardfile import PublishedFile, ShardWriter, sync_folder
+from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
-from data.writer import SHARD_BYTES, hash_limit
+from data.writer import hash_limit
 from recipes.schema import UserError, split_words
+
+NOT_READ = (
+    "no token was read (QUICK=1): sizes and indices are trusted, damage in a .bin is not noticed, "
+    "ids are checked as they are used"
+)
 
 
 @dataclass(frozen=True)
@@ -49,31 +57,16 @@ class ImportSettings:
     dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
     valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
     valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
+    split: str | None = field(
+        default=None,
+        metadata={"meaning": "969,30,1: of each file's documents, in order: train, valid, neither"},
+    )
     copy: bool = field(default=False, metadata={"meaning": "true: copy also what could be linked"})
 
-
-@dataclass
-class Facts:
-    """What one pass over documents found."""
-
-    documents: int = 0
-    not_ended: int = 0
-    min_id: int | None = None
-    max_id: int | None = None
-    eod_count: int = 0
-
-    def add(self, ids: np.ndarray, lengths: np.ndarray, eod_id: int) -> None:
-        self.documents += len(lengths)
-        if not len(ids):
-            self.not_ended += len(lengths)
-            return
-        low, high = int(ids.min()), int(ids.max())
-        self.min_id = low if self.min_id is None else min(self.min_id, low)
-        self.max_id = high if self.max_id is None else max(self.max_id, high)
-        self.eod_count += int(np.count_nonzero(ids == eod_id))
-        last = np.cumsum(lengths) - 1
-        is_ended = (lengths > 0) & (ids[np.maximum(last, 0)] == eod_id)
-        self.not_ended += int(np.count_nonzero(~is_ended))
+    @property
+    def cuts(self) -> bool:
+        """Whether the documents of one file go to several splits."""
+        return bool(self.valid or self.split)
 
 
 def import_corpus(
@@ -82,8 +75,12 @@ def import_corpus(
     tokenizer: TextTokenizer | None,
     settings: ImportSettings,
     say=lambda text: None,
+    is_quick: bool = False,
 ) -> dict:
-    """Make a corpus of tokenized files and return its manifest. Raises UserError."""
+    """Make a corpus of tokenized files and return its manifest. Raises UserError.
+
+    is_quick: read no token; sizes and indices are trusted.
+    """
     vocab_size, eod_id = _ids_of(tokenizer, settings)
     found = {"train": find_foreign(source, eod_id, settings.dtype)}
     if settings.valid_in:
@@ -98,7 +95,8 @@ def import_corpus(
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
-            manifest = _fill(work, found, vocab_size, eod_id, tokenizer, settings, say)
+            ids = _Ids(vocab_size, eod_id, tokenizer)
+            manifest = _fill(work, found, ids, settings, say, is_quick)
             os.replace(work, out)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -107,11 +105,22 @@ def import_corpus(
     return manifest
 
 
-def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
+@dataclass(frozen=True)
+class _Ids:
+    """What the ids mean."""
+
+    vocab_size: int
+    eod_id: int
+    tokenizer: TextTokenizer | None
+
+
+def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool) -> dict:
     every = [one for some in found.values() for one in some]
     types = {one.dtype for one in every}
-    is_ours = len(types) == 1 and types <= set(CODES) and not settings.valid
-    dtype = types.pop() if is_ours else token_dtype(vocab_size)
+    is_ours = len(types) == 1 and types <= set(CODES) and not settings.cuts
+    dtype = types.pop() if is_ours else token_dtype(ids.vocab_size)
+    if is_quick:
+        _refuse_to_read(every, dtype, settings)
     shards: dict[str, list[dict]] = {"train": []}
     facts, inputs, anew = Facts(), [], 0
     names_of = {"train": iter(_names("train")), "valid": iter(_names("valid"))}
@@ -119,15 +128,15 @@ def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
     with progress_bar("importing", total) as bar:
         for split, some in found.items():
             for one in some:
-                as_is = one.kind == "megatron" and one.dtype == dtype and not settings.copy
-                as_is = as_is and not settings.valid and not one.shard.notes
+                as_is = not (settings.copy or settings.cuts or why_not(one, dtype))
                 if as_is:
-                    prefix = work / next(names_of[split])
-                    shards.setdefault(split, []).append(_link(one, prefix, facts, bar.update))
+                    prefix, take = work / next(names_of[split]), link_unread if is_quick else link
+                    shards.setdefault(split, []).append(take(one, prefix, facts, bar.update))
                 else:
                     anew += 1
-                    places = _Places(work, dtype, eod_id, names_of, shards)
-                    _rewrite(one, split, places, settings, vocab_size, facts, bar.update)
+                    places = Places(work, dtype, ids.eod_id, names_of, shards)
+                    cut = settings.split or settings.valid
+                    rewrite(one, split, places, cut, ids.vocab_size, facts, bar.update)
                 inputs.append(
                     {
                         "name": one.path.name,
@@ -135,38 +144,39 @@ def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
                         "dtype": one.dtype.name,
                         "split": split,
                         "bytes": one.path.stat().st_size,
-                        "xxh3": file_hash(one.path),
+                        "xxh3": None if is_quick else file_hash(one.path),
                         "linked": as_is,
                     }
                 )
-    _check(facts, shards, vocab_size, settings)
-    if settings.valid_in:
+    _check(facts, shards, ids.vocab_size, settings, is_quick)
+    if settings.valid_in and not is_quick:
         _check_overlap(found)
+    if is_quick:
+        say(NOT_READ)
     if anew:
         say(f"{anew} of {len(every)} files were written anew as {dtype.name}, the others linked")
     if facts.not_ended:
         say(
             f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
-            f"{eod_id}; where they end is known from the index"
+            f"{ids.eod_id}; where they end is known from the index"
         )
-    if tokenizer:
-        tokenizer.save(work / "tokenizer")
-        sync_folder(work / "tokenizer")
+    kept = sum(shard["documents"] for some in shards.values() for shard in some)
+    left_out = facts.documents - kept
+    if left_out:
+        say(f"{left_out:,} of {facts.documents:,} documents are left out: split={settings.split}")
+    is_as_found = is_quick or facts.not_ended > 0
     fields = {
         "name": "imported",
         "source": f"{len(every)} files",
-        "vocab_size": vocab_size,
+        "vocab_size": ids.vocab_size,
         "dtype": dtype.name,
-        "eod_id": eod_id,
-        "eod_policy": "as found" if facts.not_ended else "append",
-        "bos_id": tokenizer.bos_id if tokenizer else None,
+        "eod_id": ids.eod_id,
+        "eod_policy": "as found" if is_as_found else "append",
         "splits": shards,
-        "tokenizer": tokenizer and {"folder": "tokenizer", "fingerprint": tokenizer.fingerprint()},
-        "held_out": {
-            "rule": "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own",
-            "share": settings.valid,
-        },
-        "counts": {"documents": facts.documents, "documents_without_end": facts.not_ended},
+        "held_out": {"rule": _rule(settings), "share": settings.valid},
+        "counts": {"documents": facts.documents}
+        | ({} if is_quick else {"documents_without_end": facts.not_ended})
+        | ({"documents_left_out": left_out} if left_out else {}),
         "input_files": {
             "file": INPUTS,
             "xxh3": write_lines(work / INPUTS, (json.dumps(one) for one in inputs)),
@@ -175,7 +185,34 @@ def _fill(work, found, vocab_size, eod_id, tokenizer, settings, say) -> dict:
         },
         "made_with": {"python": platform.python_version(), "side_files": {}},
     }
-    return write_manifest(work, fields)
+    if is_quick:
+        fields["not_read"] = NOT_READ
+    return write_manifest(work, fields | _with_tokenizer(work, ids.tokenizer))
+
+
+def _with_tokenizer(work: Path, tokenizer: TextTokenizer | None) -> dict:
+    """Store the tokenizer; what the manifest says of it."""
+    if tokenizer is None:
+        return {"bos_id": None, "tokenizer": None}
+    tokenizer.save(work / "tokenizer")
+    sync_folder(work / "tokenizer")
+    stored = {"folder": "tokenizer", "fingerprint": tokenizer.fingerprint()}
+    return {"bos_id": tokenizer.bos_id, "tokenizer": stored}
+
+
+def _refuse_to_read(every: list[Foreign], dtype: np.dtype, settings: ImportSettings) -> None:
+    problems = [
+        f"QUICK=1: {knob} would read every token; leave one of the two out"
+        for knob in ("valid", "split", "copy")
+        if getattr(settings, knob)
+    ]
+    problems += [
+        f"QUICK=1: {one.path}: {reason}; it must be written anew: leave QUICK out"
+        for one in every
+        if (reason := why_not(one, dtype))
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _names(split: str) -> Iterator[str]:
@@ -186,7 +223,7 @@ def _names(split: str) -> Iterator[str]:
 
 
 def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[int, int]:
-    problems = []
+    problems = list(_split_problems(settings.split))
     if tokenizer is None and (settings.vocab_size is None or settings.eod_id is None):
         problems.append(
             "TOKENIZER= is not given: name the tokenizer that made the ids, or give both "
@@ -198,8 +235,8 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         )
     if settings.dtype not in (None, *TYPES):
         problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
-    if settings.valid and settings.valid_in:
-        problems.append("valid= and valid_in=: give one of them")
+    if sum(map(bool, (settings.valid, settings.valid_in, settings.split))) > 1:
+        problems.append("valid=, valid_in= and split=: give one of them")
     try:
         hash_limit(settings.valid)
     except UserError as error:
@@ -210,111 +247,38 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
     return vocab_size, tokenizer.eod_id if tokenizer else settings.eod_id
 
 
-def _link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
-    """Links to a pair of files, and the entry that one pass over them gives."""
-    blocks, whole = BlockHasher(), xxhash.xxh3_128()
-    own = Facts()
-    for ids, lengths in one.chunks():
-        data = memoryview(ids).cast("B")
-        blocks.update(data)
-        whole.update(data)
-        own.add(ids, lengths, one.eod_id)
-        advance(len(data))
-    _merge(facts, own)
-    for suffix in (".bin", ".idx"):
-        prefix.with_suffix(suffix).symlink_to(one.path.with_suffix(suffix).absolute())
-    side = PublishedFile(prefix.with_suffix(".xxh"))
-    side.write(blocks.side_file())
-    side.publish()
-    return {
-        "name": prefix.name,
-        "tokens": one.num_tokens,
-        "sequences": one.shard.num_sequences,
-        "documents": one.shard.num_documents,
-        "min_id": own.min_id,
-        "max_id": own.max_id,
-        "eod_count": own.eod_count,
-        "bin_bytes": one.path.stat().st_size,
-        "bin_xxh3": whole.hexdigest(),
-        "idx_bytes": one.shard.idx_path.stat().st_size,
-        "idx_xxh3": file_hash(one.shard.idx_path),
-        "xxh_xxh3": side.digest(),
-    }
+def _split_problems(split: str | None) -> list[str]:
+    shares = [] if split is None else split.split(",")
+    if split is None or (
+        len(shares) in (2, 3) and all(map(_is_share, shares)) and float(shares[0])
+    ):
+        return []
+    return [f"split={split}: expected shares for train, valid and neither, such as 969,30,1"]
 
 
-@dataclass
-class _Places:
-    """Where shards that are written anew go."""
-
-    folder: Path
-    dtype: np.dtype
-    eod_id: int
-    names: dict[str, Iterator[str]]
-    shards: dict[str, list[dict]]
-
-    def open(self, split: str) -> ShardWriter:
-        return ShardWriter(self.folder / next(self.names[split]), self.dtype, self.eod_id)
+def _is_share(text: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d+)?", text) is not None
 
 
-def _rewrite(one: Foreign, split, places: _Places, settings, vocab_size, facts, advance) -> None:
-    """Write the documents of a file into shards of our own; a shard ends with the chunk that fills
-    it.
-    """
-    writers: dict[str, ShardWriter] = {}
-    limit, own = hash_limit(settings.valid), Facts()
-    for ids, lengths in one.chunks():
-        own.add(ids, lengths, one.eod_id)
-        if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
-            found = own.max_id if own.max_id >= vocab_size else own.min_id
-            raise UserError(
-                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name the "
-                "tokenizer that made it, or its vocab_size"
-            )
-        for side, mine in _sides(ids, lengths, split, limit):
-            writer = writers.get(side) or writers.setdefault(side, places.open(side))
-            writer.add_many(ids[np.repeat(mine, lengths)] if not mine.all() else ids, lengths[mine])
-            if writer.num_tokens * places.dtype.itemsize >= SHARD_BYTES:
-                places.shards.setdefault(side, []).append(writers.pop(side).close())
-        advance(ids.nbytes)
-    for side, writer in writers.items():
-        places.shards.setdefault(side, []).append(writer.close())
-    _merge(facts, own)
+def _rule(settings: ImportSettings) -> str:
+    if settings.split:
+        return f"of each file's documents in order, split={settings.split}; texts are not compared"
+    return "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own"
 
 
-def _sides(ids, lengths, split: str, limit: int) -> Iterator[tuple[str, np.ndarray]]:
-    if not limit:
-        yield split, np.ones(len(lengths), dtype=bool)
-        return
-    documents = np.split(ids.astype("<i4"), np.cumsum(lengths)[:-1])
-    hashes = np.array([xxhash.xxh3_64_intdigest(one.data) for one in documents], dtype=np.uint64)
-    held = hashes < np.uint64(limit)
-    for side, mine in (("train", ~held), ("valid", held)):
-        if mine.any():
-            yield side, mine
-
-
-def _merge(facts: Facts, own: Facts) -> None:
-    for one in fields(Facts):
-        a, b = getattr(facts, one.name), getattr(own, one.name)
-        if one.name in ("min_id", "max_id"):
-            known = [value for value in (a, b) if value is not None]
-            pick = min if one.name == "min_id" else max
-            setattr(facts, one.name, pick(known) if known else None)
-        else:
-            setattr(facts, one.name, a + b)
-
-
-def _check(facts: Facts, shards, vocab_size: int, settings: ImportSettings) -> None:
+def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> None:
     problems = []
-    if facts.max_id is None or not any(shard["tokens"] for shard in shards["train"]):
+    if not any(shard["tokens"] for shard in shards["train"]):
         problems.append("IN: holds no tokens to train on")
-    elif facts.max_id >= vocab_size or facts.min_id < 0:
+    elif not is_quick and (facts.max_id >= vocab_size or facts.min_id < 0):
         problems.append(
             f"IN: holds the ids {facts.min_id} to {facts.max_id}, expected 0 to {vocab_size - 1}; "
             "name the tokenizer that made them, or their vocab_size"
         )
-    if settings.valid and not shards.get("valid"):
-        problems.append(f"valid={settings.valid}: no document is held out; hold out more")
+    wants = settings.valid or (settings.split and float(settings.split.split(",")[1]))
+    if wants and not shards.get("valid"):
+        knob = f"valid={settings.valid}" if settings.valid else f"split={settings.split}"
+        problems.append(f"{knob}: no document is held out; hold out more")
     if problems:
         raise UserError(*problems)
 
@@ -356,6 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="source", required=True, help="prefix, file, folder or glob")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--tokenizer", help="folder with tokenizer.json")
+    parser.add_argument("--quick", action="store_true", help="read no token, trust sizes")
     parser.add_argument("--overrides", default="", help="settings as one text")
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)
@@ -372,7 +337,9 @@ def main(arguments: list[str] | None = None) -> int:
         settings = read_words(ImportSettings, words, "make corpus-import")
         name = options.tokenizer
         tokenizer = open_tokenizer(name, settings.eod) if name else None
-        manifest = import_corpus(options.source, options.out, tokenizer, settings, say)
+        manifest = import_corpus(
+            options.source, options.out, tokenizer, settings, say, options.quick
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 1

@@ -56,6 +56,7 @@ class Shard:
     num_entries: int  # length of the document array
     notes: tuple[str, ...] = ()  # oddities that were tolerated
     offsets: np.ndarray | None = field(default=None, repr=False)
+    is_hashed: bool = True  # False: nobody knows what its blocks should hold
 
     @property
     def bin_path(self) -> Path:

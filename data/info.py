@@ -13,7 +13,7 @@ from data.corpus import read_manifest
 from data.report import report_lines
 from recipes.schema import UserError
 
-SHOWN = ("source", "text", "filters", "duplicates", "held_out", "made_with")
+SHOWN = ("source", "text", "filters", "duplicates", "document_order", "held_out", "made_with")
 
 
 def info_lines(folder: Path) -> list[str]:

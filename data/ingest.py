@@ -25,7 +25,15 @@ from pathlib import Path
 
 import xxhash
 
-from data.assemble import Done, Selection, ShardTask, plan_shards, select_first, write_shard
+from data.assemble import (
+    Done,
+    Selection,
+    ShardTask,
+    in_order,
+    plan_shards,
+    select_first,
+    write_shard,
+)
 from data.build import locked
 from data.corpus import MANIFEST, read_manifest
 from data.encoding import EngineDiffers, choose_engine
@@ -37,6 +45,7 @@ from data.reading import check_columns, read_unit
 from data.report import report_lines
 from data.settings import Settings, knob_lines, read_settings
 from data.shardfile import sync_folder
+from data.shuffle import plan_shuffled, shuffled
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
 from data.workers import run_tasks
@@ -149,9 +158,12 @@ class _Build:
     def _key(self) -> str:
         """Identity of input, tokenizer and settings, without reading the input."""
         held = self.settings.held_out
+        settings = asdict(replace(self.settings, engine="auto", held_out=None))
+        if self.settings.shuffle is None:
+            del settings["shuffle"]  # as it was before there was such a knob
         what = [
             Unit(tuple(self.files)).identity(),
-            asdict(replace(self.settings, engine="auto", held_out=None)),
+            settings,
             file_hash(Path(held)) if held else None,
             self.fingerprint,
         ]
@@ -234,13 +246,17 @@ class _Build:
             units = [[unit.folder.name, unit.row_base] for unit in task.units]
             what = [units, task.first, task.stop, task.number, task.documents, task.tokens]
             chosen = [self.settings.duplicates, selection.hash_limit, task.eod_id]
+            chosen += [] if task.rows is None else [self.settings.shuffle]
             text = json.dumps([*what, *chosen])
             digest = xxhash.xxh3_128(text.encode())
             digest.update(selection.held_digests.tobytes())
             digest.update(json.dumps([u.folder.name for u in done]).encode())
             return replace(task, key=digest.hexdigest())
 
-        return plan_shards(done, selection, max_tokens, make)
+        if self.settings.shuffle is None:
+            return plan_shards(done, selection, max_tokens, make)
+        seed, rows = self.settings.shuffle, self.work / "rows"
+        return plan_shuffled(done, selection, max_tokens, make, seed, rows)
 
     def _run_shards(self, shards: list[ShardTask]) -> None:
         todo = [shard for shard in shards if self._entry(shard) is None]
@@ -348,7 +364,7 @@ def _check_splits(by_file, done: list[Done], settings: Settings) -> None:
 
 
 def _shard_work(task: ShardTask, encoder, advance) -> None:
-    write_shard(task, advance)
+    write_shard(task, in_order(task) if task.rows is None else shuffled(task), advance)
 
 
 def _bad(summary: dict) -> int:

@@ -8,12 +8,14 @@ one output is a new version, and the old one stays.
 
     "order1|run seed|uid|epoch" --xxh3-64--> seed --SplitMix64--> 6 round keys
     index --Feistel with the keys--> window
+    output 7 of the same stream --> where the windows of the epoch begin, if they are shifted
 
 Units: draws, epochs and windows are counts from 0. Arrays are int64 outside and uint64 inside.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,14 +23,15 @@ import xxhash
 
 ORDER_VERSION = 1
 NUM_ROUNDS = 6
+TABLE_BITS = 16  # of a half: six tables of its values take 3 MiB
 
 # The increment and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's "mix
-# 13").
+# 13"). What meets an array is an array without axes: the last passes of a walk are short, so the
+# cost of a call of numpy decides, half of that for a numpy scalar or an array of one.
 GAMMA = 0x9E3779B97F4A7C15
-C1 = np.uint64(0xBF58476D1CE4E5B9)
-C2 = np.uint64(0x94D049BB133111EB)
+C1, C2 = (np.array(c, dtype=np.uint64) for c in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
-_U30, _U27, _U31, _U32, _U64 = (np.uint64(bits) for bits in (30, 27, 31, 32, 64))
+_U30, _U27, _U31, _U32, _U64 = (np.array(bits, np.uint64) for bits in (30, 27, 31, 32, 64))
 
 
 class Order:
@@ -36,24 +39,28 @@ class Order:
 
     `uids` names the sources, `num_windows` holds the size of each; both follow the caller's
     numbering of sources. A source's order depends on its own uid, its size and the run's seed,
-    never on its neighbours.
+    never on its neighbours. Where `num_shifts` is more than 1, each epoch has a shift below it.
     """
 
-    def __init__(self, run_seed: int, uids: Sequence[str], num_windows: Sequence[int]):
+    def __init__(
+        self, run_seed: int, uids: Sequence[str], num_windows: Sequence[int], num_shifts: int = 1
+    ):
         assert len(uids) == len(num_windows)
         assert all(n >= 1 for n in num_windows)
-        self.run_seed = run_seed
+        self.run_seed, self.num_shifts = run_seed, num_shifts
         self.uids = tuple(uids)
         self.num_windows = np.array(num_windows, dtype=np.int64)
         self._half = np.array([half_bits(n) for n in num_windows], dtype=np.uint64)
         self._keys: dict[tuple[int, int], np.ndarray] = {}
+        self._tabled: tuple = None, None  # the key that was asked for last, and its tables
 
     def windows(self, source: np.ndarray, draw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(epoch, window) of the given draws; all arrays (n,) int64."""
         size = self.num_windows[source]
         epoch, index = np.divmod(draw, size)
-        keys = self._keys_of(source, epoch)
-        window = _walk(index, size, self._half[source], keys)
+        keys, half = self._keys_of(source, epoch), self._half[source]
+        tables = self._tables_of(source, epoch, keys) if keys.ndim == 1 else None
+        window = _walk(index, size, half, keys, tables=tables)
         return epoch, window.astype(np.int64)
 
     def draws(self, source: np.ndarray, epoch: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -65,16 +72,42 @@ class Order:
         index = _walk(window, size, self._half[source], keys, inverse=True)
         return epoch * size + index.astype(np.int64)
 
+    def shifts(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        """Where the first window of an epoch of a source begins; all arrays (n,) int64."""
+        if self.num_shifts == 1:
+            return np.zeros_like(epoch)
+        pairs, which = np.unique(epoch * len(self.uids) + source, return_inverse=True)
+        found = np.zeros(len(pairs), dtype=np.int64)
+        for place, pair in enumerate(pairs.tolist()):
+            past, number = divmod(pair, len(self.uids))
+            seed = order_seed(self.run_seed, self.uids[number], past)
+            found[place] = int(splitmix64(seed, NUM_ROUNDS + 1)[0]) * self.num_shifts >> 64
+        return found[which]
+
     def _keys_of(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         pair = epoch * len(self.uids) + source
         if len(pair) and (pair == pair[0]).all():  # one source, one epoch: nothing to sort
-            key = self._key(int(source[0]), int(epoch[0]))
-            return key[:, None]
+            return self._key(int(source[0]), int(epoch[0]))
         pairs, which = np.unique(pair, return_inverse=True)
         columns = [
             self._key(int(pair % len(self.uids)), int(pair // len(self.uids))) for pair in pairs
         ]
         return np.stack(columns, axis=1)[:, which]  # (rounds, draws)
+
+    def _tables_of(self, source: np.ndarray, epoch: np.ndarray, keys: np.ndarray):
+        """What the rounds of a key make of every half, int64 (rounds, halves), when the key is
+        asked for again: a look-up is a third of the work. None before, and for the largest sources.
+        """
+        which, half = (int(source[0]), int(epoch[0])), self._half[source[0]]
+        last, tables = self._tabled  # read once: another thread may replace it
+        if last != which or half > TABLE_BITS:
+            tables = None
+        elif tables is None:
+            every = np.arange(1 << int(half), dtype=np.uint64)
+            made = [scramble(every) for scramble in _rounds(keys, half)]
+            tables = np.stack(made).astype(np.int64)
+        self._tabled = which, tables
+        return tables
 
     def _key(self, source: int, epoch: int) -> np.ndarray:
         if (source, epoch) not in self._keys:
@@ -129,38 +162,49 @@ def half_bits(n: int) -> int:
 
 def _one_key(index, n: int, seed: int, inverse: bool) -> np.ndarray:
     index = np.atleast_1d(np.asarray(index))
-    keys = round_keys(seed)[:, None]
-    size, half = np.full(1, n), np.full(1, half_bits(n), dtype=np.uint64)
-    return _walk(index, size, half, keys, inverse)
+    size, half = np.array([n]), np.array([half_bits(n)], dtype=np.uint64)
+    return _walk(index, size, half, round_keys(seed), inverse)
 
 
-def _walk(index, size, half, keys, inverse=False) -> np.ndarray:
+def _walk(index, size, half, keys, inverse=False, tables=None) -> np.ndarray:
     """Feistel images, applied again while they fall outside [0, size): at most four times on
     average.
+
+    keys: (rounds,) for all, with one size and half, and then perhaps tables; or (rounds, n).
     """
-    if keys.shape[1] == 1:  # one key for all: its numbers are broadcast
-        size, half = size[:1], half[:1]
-    size = size.astype(np.uint64)
-    x = _feistel(index.astype(np.uint64), half, keys, inverse)
-    outside = np.flatnonzero(x >= size)
-    while len(outside):
-        own = outside if len(size) > 1 else slice(None)
-        image = _feistel(x[outside], half[own], keys[:, own], inverse)
-        x[outside] = image
-        outside = outside[image >= size[own]]
+    kind = np.uint64 if tables is None else np.int64
+    size, half, is_one = size.astype(kind), half.astype(kind), keys.ndim == 1
+    if is_one:
+        size, half = size[:1].reshape(()), half[:1].reshape(())
+    rounds = tables is not None and [table.__getitem__ for table in tables]
+    x = image = index.astype(kind)
+    where = np.arange(len(x))
+    while len(image):
+        image = _feistel(image, half, rounds or _rounds(keys, half), inverse)
+        x[where] = image
+        outside = np.flatnonzero(image >= size)
+        image, where = image[outside], where[outside]
+        if not is_one:
+            size, half, keys = size[outside], half[outside], keys[:, outside]
     return x
 
 
-def _feistel(x, half, keys, inverse) -> np.ndarray:
-    left, right = x >> half, x & ((np.uint64(1) << half) - np.uint64(1))
-    top = _U64 - half
+def _feistel(x, half, rounds, inverse) -> np.ndarray:
+    one = np.array(1, dtype=x.dtype)
+    left, right = x >> half, x & np.asarray((one << half) - one)
     if inverse:
-        for key in keys[::-1]:
-            left, right = right ^ _round(left, key, top), left
+        for scramble in rounds[::-1]:
+            left, right = right ^ scramble(left), left
     else:
-        for key in keys:
-            left, right = right, left ^ _round(right, key, top)
+        for scramble in rounds:
+            left, right = right, left ^ scramble(right)
     return (left << half) | right
+
+
+def _rounds(keys, half) -> list:
+    """What each round does to a half."""
+    top = np.asarray(_U64 - half)
+    return [functools.partial(_round, key=keys[n, ...], top=top) for n in range(NUM_ROUNDS)]
 
 
 def _round(x, key, top) -> np.ndarray:

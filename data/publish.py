@@ -26,6 +26,7 @@ from data.indexed import token_dtype
 from data.inputs import ORDER_RULE, InputFile
 from data.settings import Settings
 from data.shardfile import PublishedFile, sync_folder
+from data.shuffle import RULE
 from data.tokenizer import TextTokenizer, library_version
 from data.unit import read_summary
 
@@ -108,6 +109,8 @@ def write_fields(
             **volatile,
         },
     }
+    if settings.shuffle is not None:
+        fields["document_order"] = {"shuffled": settings.shuffle, "rule": RULE}
     return write_manifest(folder, fields)
 
 

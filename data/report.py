@@ -42,6 +42,8 @@ def report_lines(folder: Path, manifest: Mapping) -> list[str]:
     )
     if manifest.get("tokenizer"):
         lines.append(f"  tokenizer {manifest['tokenizer']['fingerprint'][:16]}")
+    if manifest.get("not_read"):
+        lines.append(f"  {manifest['not_read']}")
     counts = manifest.get("counts", {})
     if "rows" in counts:
         lines += _balance(counts)

@@ -1,7 +1,8 @@
 """Samples of several sources: their document starts and their token ids, checked as they are read.
 
 Knows where a sample lies (source, first token) and nothing of steps or ranks. Its one rule: an id
-outside the model's vocabulary, or a document start that no end id precedes, is refused before use.
+outside the model's vocabulary, or a document start that no end id precedes (where the corpus says
+that each document has one), is refused before use.
 
 Units: a sample is `seq_len` tokens and one more, its last target.
 """
@@ -35,6 +36,7 @@ class Samples:
         types = {split.dtype for split in self.splits if split}
         self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int32)
         self._end_ids = np.array([corpus.eod_id for corpus in corpora])
+        self._are_ended = np.array([c.manifest["eod_policy"] == "append" for c in corpora])
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
         """(row, position) of the documents that start in each sample, ascending; reads no token.
@@ -120,7 +122,8 @@ class Samples:
 
     def _refuse_loose_starts(self, tokens, row, position, owner) -> None:
         end_id = self._end_ids[owner]
-        wrong = np.flatnonzero((position >= 1) & (tokens[row, position - 1] != end_id))
+        is_wrong = (position >= 1) & (tokens[row, position - 1] != end_id)
+        wrong = np.flatnonzero(is_wrong & self._are_ended[owner])
         if len(wrong):
             at = wrong[0]
             raise UserError(

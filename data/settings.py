@@ -53,6 +53,9 @@ class Settings:
     engine: str = field(
         default="auto", metadata={"meaning": "tokenizers, gigatoken, or auto: what is installed"}
     )
+    shuffle: int | None = field(
+        default=None, metadata={"meaning": "seed of a random order of all documents"}
+    )
     shard_mib: int = field(default=512, metadata={"meaning": "MiB of tokens in a shard"})
 
     @property
@@ -70,7 +73,7 @@ class Settings:
 
     def unit_part(self) -> dict:
         """Settings that the tokens of a unit depend on; the others act later."""
-        later = ("valid", "held_out", "duplicates", "shard_mib", "max_bad", "engine")
+        later = ("valid", "held_out", "duplicates", "shuffle", "shard_mib", "max_bad", "engine")
         return {key: value for key, value in asdict(self).items() if key not in later}
 
 
@@ -137,6 +140,8 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.max_bad < -1:
         problems.append(f"max_bad={settings.max_bad}: is not 0 or more, nor -1 for any number")
+    if not 0 <= (settings.shuffle or 0) < 2**63:
+        problems.append(f"shuffle={settings.shuffle}: is not a seed from 0 to 2**63 - 1")
     if not 1 <= settings.shard_mib <= 1 << 20:
         problems.append(f"shard_mib={settings.shard_mib}: is not in 1 to {1 << 20}")
     for name in ("text", "document"):

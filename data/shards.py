@@ -144,7 +144,7 @@ class Split:
         facts = self.shards[shard]
         if shard not in self._checkers:
             bin_bytes = facts.num_tokens * facts.dtype.itemsize
-            self._checkers[shard] = BlockChecker(facts.bin_path, bin_bytes)
+            self._checkers[shard] = BlockChecker(facts.bin_path, bin_bytes, facts.is_hashed)
         self._open[shard] = _OpenShard(facts, self._checkers[shard])
         return self._open[shard]
 

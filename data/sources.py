@@ -53,7 +53,7 @@ def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[
         except UserError as error:
             problems += error.problems
     for uid, corpus in corpora.items():
-        problems += _size_problems(uid, corpus, seq_len, window_tokens)
+        problems += _size_problems(uid, corpus, seq_len, window_tokens, data.shift_windows)
     problems += _same_corpus_problems(corpora)
     problems += _tokenizer_problems(data, corpora, root)
     if problems:
@@ -75,11 +75,11 @@ def drawn(data: Data) -> list[str]:
     )
 
 
-def num_windows(split: Split | None, window_tokens: int) -> int:
-    """Whole windows: each takes `window_tokens` and one more token, which the next one begins
-    with.
+def num_windows(split: Split | None, window_tokens: int, shifts: int = 1) -> int:
+    """Whole windows, wherever below `shifts` the first one begins: each takes `window_tokens` and
+    one more token, which the next one begins with.
     """
-    return max(0, split.num_tokens - 1) // window_tokens if split else 0
+    return max(0, split.num_tokens - shifts) // window_tokens if split else 0
 
 
 def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
@@ -110,7 +110,8 @@ def twins(corpora: Mapping[str, Corpus]) -> list[str]:
     seen, warnings = {}, {}
     for uid, corpus in corpora.items():
         for shard in corpus.manifest["splits"]["train"]:
-            other = seen.setdefault((shard["bin_xxh3"], shard["idx_xxh3"]), uid)
+            key = shard["bin_xxh3"] or (uid, shard["name"]), shard["idx_xxh3"]  # None: not known
+            other = seen.setdefault(key, uid)
             if other != uid and shard["tokens"]:
                 warnings.setdefault((other, uid), []).append(shard["tokens"])
     return [
@@ -131,10 +132,17 @@ def _window_problems(window_tokens: int, seq_len: int) -> list[str]:
     ]
 
 
-def _size_problems(uid: str, corpus: Corpus, seq_len: int, window_tokens: int) -> list[str]:
+def _size_problems(
+    uid: str, corpus: Corpus, seq_len: int, window_tokens: int, is_shifted: bool
+) -> list[str]:
     tokens = corpus.splits["train"].num_tokens
     if tokens >= window_tokens + 1:
-        return []
+        if not is_shifted or tokens >= 2 * window_tokens:
+            return []
+        return [
+            f"data.shift_windows=true: data.sources.{uid}: {corpus.folder} has {tokens} tokens to "
+            f"train on, a shifted window needs {2 * window_tokens}; leave it out"
+        ]
     is_plain = window_tokens == seq_len
     knob = f"seq_len {seq_len}" if is_plain else f"data.window_tokens {window_tokens}"
     return [

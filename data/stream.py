@@ -66,7 +66,7 @@ class _Located(NamedTuple):
 
     first: int
     source: np.ndarray
-    window: np.ndarray
+    token: np.ndarray
 
 
 class _Starts(NamedTuple):
@@ -128,8 +128,9 @@ class Stream:
             Samples(self.uids, self.corpora, split, self.seq_len, vocab_size)
             for split in ("train", "valid")
         )
-        windows = [num_windows(split, self.window_tokens) for split in self._train.splits]
-        self.order = Order(seed, self.uids, windows)
+        shift = self.window_tokens if data.shift_windows else 1
+        windows = [num_windows(split, self.window_tokens, shift) for split in self._train.splits]
+        self.order = Order(seed, self.uids, windows, shift)
         self._masks = [(mask, *self._masked_tokens(mask)) for mask in self.skips.masks]
         self._located = _Located(0, *np.zeros((2, 0), dtype=np.int64))
         self._starts = _Starts(0, 0, *np.zeros((2, 0), dtype=np.int64))
@@ -239,7 +240,7 @@ class Stream:
             "skips": self.skips.fingerprint(),
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
-        }
+        } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:
         """What decided the batches of train steps 1 to N, and the data step that comes next. In the
@@ -394,12 +395,12 @@ class Stream:
         located = self._located  # read once: another thread may replace it
         if not located.first <= low <= high <= located.first + len(located.source):
             source, draw = self.mixture.locate(np.arange(low, max(high, low + LOCATE_AHEAD)))
-            located = _Located(low, source, self.order.windows(source, draw)[1])
-            self._located = located
+            epoch, window = self.order.windows(source, draw)
+            token = window * self.window_tokens + self.order.shifts(source, epoch)
+            self._located = located = _Located(low, source, token)
         which, part = np.divmod(np.arange(first, end), self._parts)
         which -= located.first
-        start = located.window[which] * self.window_tokens + part * self.seq_len
-        return located.source[which], start
+        return located.source[which], located.token[which] + part * self.seq_len
 
     def _stage(self, data_step: int) -> tuple[int, dict[str, float]]:
         """(first window, weights) of the stage that begins at a data step: windows are whole, so it

@@ -77,15 +77,18 @@ def steps_of_document(stream: Stream, uid: str, document: int, steps: int) -> li
     parts = stream.window_tokens // seq_len
     low, high = stream.split(number).document_range(document)
     num_windows = int(stream.order.num_windows[number])
-    # Sample k of an epoch holds tokens [k * T, k * T + T].
-    first = max(0, -(-low // seq_len) - 1)
-    end = min((high - 1) // seq_len + 1, num_windows * parts) if high > low else first
-    inner = np.arange(first, max(first, end))
     last = stream.sample_range(stream.skips.data_step(steps))[1]
     draws = int(stream.mixture.draws_before(-(-last // parts))[number])
     epochs = -(-draws // num_windows)
     assert epochs <= MOST_EPOCHS
-    epoch, k = (grid.ravel() for grid in np.meshgrid(np.arange(epochs), inner, indexing="ij"))
+    # Sample k of an epoch holds tokens [k * T, k * T + T], after the shift of the epoch.
+    epoch = np.arange(epochs)
+    shift = stream.order.shifts(np.full(epochs, number), epoch)
+    first = np.maximum(0, -((shift - low) // seq_len) - 1)
+    end = np.minimum((high - 1 - shift) // seq_len + 1, num_windows * parts)
+    counts = np.maximum(0, end - first) if high > low else np.zeros_like(epoch)
+    epoch = np.repeat(epoch, counts)
+    k = np.arange(len(epoch)) + np.repeat(first - np.cumsum(counts) + counts, counts)
     draw = stream.order.draws(np.full(len(k), number), epoch, k // parts) if len(k) else k
     is_drawn = draw < draws
     epoch, k, draw = epoch[is_drawn], k[is_drawn], draw[is_drawn]

@@ -4,7 +4,7 @@
                                  environment.txt, logs/rank-00000.log (their ends)
 
 The one rule: no secrets. Variables go in by the allow-list of launch.environment; the values of
-those that look like secrets are blanked wherever they stand, and so is what follows their names.
+those that look like secrets are blanked wherever they stand, as in all that is written down.
 Units: bytes.
 """
 
@@ -12,27 +12,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.environment import looks_secret, watched
+from launch.environment import watched
+from recipes.redaction import redact, secret_values
 
 FOLDER = "bundles"
 DESCRIPTION = ("recipe.yaml", "layout.json", "ds_config.json", "environment.json")
 RECORDS = ("events.jsonl", "history.jsonl", "metrics.jsonl")
 TAIL_BYTES = 200_000
-SHORTEST_SECRET = 6  # a shorter value would blank half of every log
-HIDDEN = "***"
-# NAME=value, name: value, "name": "value". Not every `token`: some are counts.
-NAMES = (
-    r"api_?key|secret|passw(?:or)?d|credential|(?:access|private)_?key|(?:auth|access|hf)_?token"
-)
-SHOWN_SECRET = re.compile(
-    rf"""(?i)(["']?[\w.-]*(?:{NAMES})[\w.-]*["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;}}]+)"""
-)
-IN_URL = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 def pack(
@@ -59,7 +49,7 @@ def pack(
         for part, text in contents.items():
             if text is not None:
                 (folder / part).parent.mkdir(parents=True, exist_ok=True)
-                (folder / part).write_text(redact(text, environ))
+                (folder / part).write_text(redact(text, secret_values(environ)))
     except OSError:
         return None  # a full disk, perhaps the very reason
     return folder
@@ -77,16 +67,3 @@ def tail(path: Path) -> str | None:
     if size > TAIL_BYTES:
         content = content.partition(b"\n")[2]
     return content.decode(errors="replace")
-
-
-def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` without the values of variables that look like secrets, and without what stands
-    behind such names."""
-    secrets = {
-        value
-        for name, value in environ.items()
-        if looks_secret(name) and len(value) >= SHORTEST_SECRET
-    }
-    for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return IN_URL.sub(rf"\1{HIDDEN}@", SHOWN_SECRET.sub(rf"\1{HIDDEN}", text))

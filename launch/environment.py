@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from recipes.redaction import looks_secret
 from recipes.schema import UserError
 
 PREFIXES = (
@@ -20,7 +21,6 @@ PREFIXES = (
 NAMES = ("LD_LIBRARY_PATH", "NO_COLOR", "MAX_JOBS", "PYTHONHASHSEED", "PYTHONWARNINGS")
 # Names of devices are a matter of each host.
 NEVER = ("CUDA_VISIBLE_DEVICES",)
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH", re.I)
 # What may differ between good hosts: interfaces and adapters have the names their hosts give them.
 LOCAL = re.compile(r"_IFNAME$|_HCA$|_NET_DEVICES$|_TOPO_FILE$|^CUDA_VISIBLE_DEVICES$")
 
@@ -28,11 +28,6 @@ LOCAL = re.compile(r"_IFNAME$|_HCA$|_NET_DEVICES$|_TOPO_FILE$|^CUDA_VISIBLE_DEVI
 def is_watched(name: str) -> bool:
     """Whether a variable steers the libraries, so that hosts must agree on it."""
     return (name.startswith(PREFIXES) or name in NAMES) and name not in NEVER
-
-
-def looks_secret(name: str) -> bool:
-    """Whether the value of a variable may be a secret, by its name."""
-    return SECRET.search(name) is not None
 
 
 def passed(environ: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:

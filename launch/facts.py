@@ -11,13 +11,16 @@ says why. Units: GiB, MiB/s, seconds, percent.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -34,6 +37,8 @@ PACKAGES = (
     "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl", "datasets", "pyarrow",
 )  # fmt: skip
 CODE = ("*.py", "recipes/**/*.yaml", "ds_configs/*.json", "*/*.py", "*/*/*.py")
+ROOT = Path(__file__).resolve().parent.parent
+BUILDS = ROOT / ".cache" / "torch_extensions"
 NOT_CODE = ("tests", "benchmarks", "runs", "corpora", ".venv", ".cache")
 GIB = 2**30
 PROBE_MIB = 64
@@ -42,16 +47,8 @@ PROBE_MIB = 64
 SEEN_WITHIN_S = 15.0
 # A build takes a few minutes; nothing has moved for this long only where its process is gone.
 STALE_S = 900.0
-GPU_FIELDS = (
-    "index",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-)
-TOOL_TIMEOUT_S = 30
+READER_TIMEOUT_S = 60  # a driver may take its time with the first call
+NO_NVML = 3  # exit status of the reader
 
 
 def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, str]) -> dict:
@@ -184,34 +181,45 @@ def port(wanted: int | None) -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """What nvidia-smi says: {"cards": [field -> text]} or {"problem": why not}; neither where
-    there is no such tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {"cards": []}
-    command = [tool, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    """One reading of every GPU: {"cards": [field -> value]} or {"problem": why there is none}.
+
+    By runtime.device_reader, a process of its own, because a call into the driver can hang. No
+    cards and no problem where there is neither a driver nor a device file.
+    """
+    command = [sys.executable, "-m", "runtime.device_reader"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False
+        reader = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    except subprocess.TimeoutExpired:
-        return {"problem": f"nvidia-smi gave no answer in {TOOL_TIMEOUT_S} s"}
     except OSError as error:
-        return {"problem": f"nvidia-smi: {error.strerror}"}
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-        return {"problem": f"nvidia-smi ended with {done.returncode}: {said[0]}"}
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
-    return {"cards": [dict(zip(GPU_FIELDS, row, strict=False)) for row in rows if row != [""]]}
+        return {"problem": f"{command[0]}: {error.strerror}"}
+    try:
+        out, err = reader.communicate(timeout=READER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        reader.kill()  # and no wait: it may be stuck in the kernel
+        return {"problem": f"the driver (NVML) gave no answer in {READER_TIMEOUT_S} s"}
+    lines = [json.loads(line) for line in out.splitlines()]
+    if reader.returncode == NO_NVML:
+        return {"problem": lines[0]["notice"]} if glob.glob("/dev/nvidia[0-9]*") else {"cards": []}
+    if reader.returncode or not lines:
+        said = err.strip().splitlines() or ["nothing"]
+        return {"problem": f"runtime.device_reader ended with {reader.returncode}: {said[-1]}"}
+    return {"cards": [card | {"driver": lines[0].get("driver")} for card in lines[0]["gpus"]]}
 
 
 def extension_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where torch builds extensions: one folder per operator below these."""
+    """Where torch builds extensions: one folder per operator below these. The first are those of
+    runtime.builds, one per environment; where they cannot be written torch uses the home's."""
     chosen = environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return [Path(chosen)]
-    home = Path(os.path.expanduser("~")) / ".cache" / "torch_extensions"
-    return sorted(path for path in home.glob("*") if path.is_dir())
+    caches = (BUILDS, Path(os.path.expanduser("~")) / ".cache" / "torch_extensions")
+    return [path for cache in caches for path in sorted(cache.glob("*")) if path.is_dir()]
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> list[str]:

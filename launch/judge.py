@@ -19,7 +19,7 @@ from typing import Any
 MAX_SKEW_S = 2.0
 LEAST_GIB = {"temporary files": 0.1, "/dev/shm": 0.06}
 SLOW_DISK = 4  # times slower than the median of the hosts
-HOT_C = 85
+HOT_C = 15  # this close to its slowdown temperature, a card that idles is hot
 BUSY_SHARE = 0.1  # of a GPU's memory, before anything of ours runs
 Facts = Mapping[str, Any]
 
@@ -212,23 +212,28 @@ def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
                 " the bus (dmesg), or start fewer ranks on each host"
             )
         for card in here:
-            name = f"{host}: GPU {card.get('index')}"
-            errors = number(card.get("ecc.errors.uncorrected.volatile.total"))
-            if errors:
-                found.problems.append(
-                    f"{name}: {errors:.0f} uncorrected memory errors since the driver was loaded;"
-                    " reset or replace the card, or leave the host out (EXCLUDE)"
-                )
-            used, total = number(card.get("memory.used")), number(card.get("memory.total"))
+            name = f"{host}: GPU {card['index']}"
+            found.problems += [
+                f"{name}: {text}; {action}, or leave the host out (EXCLUDE)"
+                for _, action, text in card["ailments"]
+            ]
+            used, total = card.get("memory_used_gib"), card.get("memory_total_gib")
             if used and total and used > BUSY_SHARE * total:
                 found.warnings.append(
-                    f"{name}: {used:.0f} of {total:.0f} MiB are in use by another process"
+                    f"{name}: {used:.1f} of {total:.1f} GiB are in use by another process"
                 )
-            if (number(card.get("temperature.gpu")) or 0) >= HOT_C:
-                found.warnings.append(f"{name}: {card['temperature.gpu']} degrees before the start")
-    for key in ("name", "driver_version"):
+            heat, limit = card.get("temperature_c"), card.get("slowdown_c")
+            if heat is not None and limit is not None and heat >= limit - HOT_C:
+                found.warnings.append(
+                    f"{name}: {heat} C before the start; its clocks go down at {limit} C"
+                )
+    counts = {host: len(here) for host, here in cards.items()}
+    found.warnings += [
+        f"{line}; a card may have fallen off the bus (dmesg)" for line in odd_ones("GPUs", counts)
+    ]
+    for key in ("name", "driver"):
         kinds = {
-            host: ", ".join(sorted({card.get(key, "") for card in here}))
+            host: ", ".join(sorted({str(card.get(key)) for card in here}))
             for host, here in cards.items()
             if here
         }
@@ -236,17 +241,9 @@ def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
             found.problems += odd_ones(f"GPU {key}", kinds)
 
 
-def cards_of(facts: Facts) -> list[dict[str, str]]:
+def cards_of(facts: Facts) -> list[dict[str, Any]]:
     """The GPUs that a host shows."""
     return facts["gpus"].get("cards", [])
-
-
-def number(text: str | None) -> float | None:
-    """A number of nvidia-smi; None for `[N/A]` and the like."""
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
 
 
 def slow_disks(facts: Mapping[str, Facts]) -> list[str]:

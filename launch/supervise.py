@@ -25,6 +25,7 @@ from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
 from recipes.schema import UserError
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
+FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over from the one before
 LOOK_S = 0.2
 
 
@@ -70,7 +71,7 @@ def supervise(
     """
     life: Life | None = None
     lived: Lived | None = None
-    has_begun = book.has_begun()
+    has_begun, family = book.has_begun(), book.new_launch()
     while True:
         try:
             asked.then_interrupt()
@@ -84,7 +85,10 @@ def supervise(
             return give_up("; ".join(error.problems), bundle)
         launch = book.new_launch()
         screen = Screen(start.num_ranks)
-        before, lived = lived, start.live(screen, asked, {LAUNCH: launch}, has_begun)
+        before, lived = (
+            lived,
+            start.live(screen, asked, {LAUNCH: launch, FAMILY: family}, has_begun),
+        )
         status = screen.finish(lived.ends, asked.first)
         life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun

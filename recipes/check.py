@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from recipes.redaction import redacted
 from recipes.rules import RULES, WARNINGS
 from recipes.schema import (
     FP16,
@@ -324,6 +325,20 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _command(value: Any) -> tuple[str, ...]:
+    """Words of a command that is started without a shell; what all users of a host can read."""
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(word, str) and word and "\0" not in word for word in value
+    ):
+        raise ValueError("is not a list of words, such as [/usr/local/bin/page,on-call]")
+    if redacted(value) != list(value):
+        raise ValueError(
+            "holds what looks like a secret, which process lists show; let the program read it from"
+            " a file"
+        )
+    return tuple(value)
+
+
 def _bounds(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -396,6 +411,7 @@ CONVERT: dict[Any, Callable] = {int: as_int, float: as_float, bool: _to_bool, st
 SPECIAL: dict[str, Callable] = {
     "run": folder_name,
     "allow": _names,
+    "alerts.command": _command,
     "parallel.bounds": _bounds,
     "tokens": _tokens,
     "batch_tokens": _batch_tokens,

@@ -137,6 +137,15 @@ def _masked_sources(sources, mask) -> str | None:
     )
 
 
+def _tolerance(tolerant, window) -> str | None:
+    if tolerant <= window:
+        return None
+    return (
+        f"health.tolerant={tolerant} is more than health.window={window}, which is all that is"
+        " remembered, so nothing would ever be an outlier; lower it, or set health.outliers=off"
+    )
+
+
 def _stop_is_reached(stop_after, steps) -> str | None:
     if stop_after is not None and steps is not None and stop_after > steps:
         return f"stop_after={stop_after} is past the end of the run, steps={steps}: no effect"
@@ -187,6 +196,7 @@ RULES = (
     (("data.sources",), _built_in_corpora),
     (("log.profile", "steps", "stop_after"), _profile),
     (("data.sources", "data.skip.mask"), _masked_sources),
+    (("health.tolerant", "health.window"), _tolerance),
     (("checkpoint.interval", "cluster.mtbf_hours"), _auto_interval),
 )
 WARNINGS = (

@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
 One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
-and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports nothing
-but `values`, whose names it hands on, so that every folder may import it.
+and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports only
+`faults`, a part of it, and `values`, whose names it hands on, so that every folder may import it.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.faults import Alerts as Alerts
+from recipes.faults import Health as Health
 from recipes.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
 from recipes.values import LARGEST_INT as LARGEST_INT
 from recipes.values import MANY as MANY
@@ -139,6 +141,11 @@ class Data:
         low=1,
         high=2**31 - 1,
     )
+    shift_windows: bool = knob(
+        False,
+        "true: each epoch of a source cuts it into windows at other places, so that what repeats is"
+        " not cut alike; one window less an epoch",
+    )
     prefetch: int = knob(
         4,
         "micro-batches prepared ahead by one thread; 0 = none",
@@ -178,13 +185,6 @@ class Optim:
         0.1, "decoupled decay of matrices; norms and biases have none", low=0
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0)
-    max_skips: int = knob(
-        3,
-        "stop after this many non-finite steps in a row (each is skipped)",
-        unit="steps",
-        low=1,
-        high=MANY,
-    )
 
 
 @dataclass(frozen=True)
@@ -303,6 +303,30 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What is watched of the machines while a run trains."""
+
+    every_s: float | None = knob(
+        None,
+        "time between readings of every GPU; 0 = none; null = 10 where the run trains on GPUs, else"
+        " none",
+        unit="seconds",
+        low=0,
+        high=3600,
+    )
+    timeout_s: float = knob(
+        20.0,
+        "a reading that takes longer is given up and its process started anew",
+        unit="seconds",
+        above=0,
+        high=3600,
+    )
+    own_times: bool = knob(
+        True, "time every rank's own work, without its waits, and name a rank that is slow"
+    )
+
+
+@dataclass(frozen=True)
 class Restart:
     """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
 
@@ -374,10 +398,13 @@ class Recipe:
     model: Model = knob(REQUIRED, "shape of the decoder")
     data: Data = knob(REQUIRED, "corpora and windows")
     optim: Optim = knob(REQUIRED, "optimizer and schedule")
+    health: Health = knob(Health(), "sick steps and what is done about them")
+    alerts: Alerts = knob(Alerts(), "who is told")
     cluster: Cluster = knob(Cluster(), "hardware")
     parallel: Parallel = knob(Parallel(), "axes of ranks")
     log: Log = knob(Log(), "console and event files")
     checkpoint: Checkpoint = knob(Checkpoint(), "saving")
+    hardware: Hardware = knob(Hardware(), "GPUs and ranks that are watched")
     watch: Watch = knob(Watch(), "limits of silence")
     restart: Restart = knob(Restart(), "what follows a failure")
     resume: str = knob(

@@ -15,7 +15,7 @@ from typing import Any
 from recipes.schema import UserError
 from runtime import lives
 from runtime.records import EVENTS, read_events, record_event
-from runtime.requests import forget, read_request
+from runtime.requests import BETWEEN_LIVES, forget, read_request
 
 
 class Book:
@@ -52,7 +52,7 @@ class Book:
             return False
         with contextlib.suppress(OSError, UserError):
             life = max(1, lives.next_number(self.folder) - 1)
-            record_event(self.folder, "stopped", life=life, reason="asked between two lives")
+            record_event(self.folder, "stopped", life=life, reason=BETWEEN_LIVES)
         forget(self.folder)
         return True
 

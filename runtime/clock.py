@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.own_time import OwnTime
 
 # data: waiting for the batch; compute: forward and backward of all micro-batches; eval and save are
 # not part of step_s; other: what nobody claimed (logging, the learning rate, Python itself).
 PHASES = ("data", "compute", "optimizer", "eval", "save", "other")
+APART = ("eval", "save")  # in no speed
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,22 @@ class StepTimes:
 class Span:
     """One finished step, not yet read: its begin, then (phase that ended, stamp) in order."""
 
-    def __init__(self, stamps: list[tuple[str, Any]], seconds: Callable, is_first: bool):
+    def __init__(
+        self,
+        stamps: list[tuple[str, Any]],
+        seconds: Callable,
+        is_first: bool,
+        own: Callable[[], float | None] = lambda: None,
+    ):
         self._stamps, self._seconds, self._is_first = stamps, seconds, is_first
+        self.own_s = own  # without waiting for other ranks; to be called as late as `times`
 
     def times(self) -> StepTimes:
         """Read the stamps; on a GPU this waits for the end of the step: call it one step later."""
         total = dict.fromkeys(PHASES, 0.0)
         for (_, begin), (phase, end) in zip(self._stamps, self._stamps[1:], strict=False):
             total[phase] += self._seconds(begin, end)
-        step_s = sum(total[phase] for phase in PHASES if phase not in ("eval", "save"))
+        step_s = sum(total[phase] for phase in PHASES if phase not in APART)
         parts = {f"{phase}_s": total[phase] for phase in PHASES}
         return StepTimes(step_s=step_s, is_first=self._is_first, **parts)
 
@@ -68,8 +79,9 @@ class StepClock:
         self,
         stamp: Callable[[], Any] = time.perf_counter,
         seconds: Callable[[Any, Any], float] = lambda begin, end: end - begin,
+        own: OwnTime | None = None,
     ):
-        self._stamp, self._seconds = stamp, seconds
+        self._stamp, self._seconds, self._own = stamp, seconds, own
         self._stamps: list[tuple[str, Any]] = []
         self._open: str | None = None
         self._is_first = True
@@ -77,6 +89,8 @@ class StepClock:
     def start(self) -> None:
         """Begin a step here; what came before belongs to none."""
         self._stamps = [("begin", self._stamp())]
+        if self._own:
+            self._own.begin()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -85,8 +99,10 @@ class StepClock:
         assert self._open is None, f"phase {name} inside {self._open}: whose time would it be?"
         self._mark("other")  # what passed since the last phase
         self._open = name
+        is_apart = self._own is not None and name in APART
         try:
-            yield
+            with self._own.apart() if is_apart else nullcontext():
+                yield
         finally:
             self._mark(name)
             self._open = None
@@ -94,7 +110,8 @@ class StepClock:
     def finish(self) -> Span:
         """The step ends here and the next one begins; what no phase claimed is `other`."""
         self._mark("other")
-        span = Span(self._stamps, self._seconds, self._is_first)
+        own = [self._own.finish()] if self._own else []
+        span = Span(self._stamps, self._seconds, self._is_first, *own)
         self._stamps, self._is_first = [("begin", self._stamps[-1][1])], False
         return span
 
@@ -104,17 +121,21 @@ class StepClock:
         self._stamps.append((phase, self._stamp()))
 
 
-def cuda_clock() -> StepClock:
+def cuda_clock(own: OwnTime | None = None) -> StepClock:
     """A StepClock on the current CUDA stream; its stamps are events, read when the step is over."""
+    return StepClock(cuda_stamp, cuda_seconds, own)
+
+
+def cuda_stamp() -> Any:
+    """An event in the current stream."""
     import torch
 
-    def stamp():
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def seconds(begin, end) -> float:
-        end.synchronize()  # returns at once where the step is over, as it is one step later
-        return begin.elapsed_time(end) / 1000  # CUDA gives milliseconds
 
-    return StepClock(stamp, seconds)
+def cuda_seconds(begin: Any, end: Any) -> float:
+    """Seconds of the device between two events."""
+    end.synchronize()  # returns at once where the step is over, as it is one step later
+    return begin.elapsed_time(end) / 1000  # CUDA gives milliseconds

@@ -170,11 +170,11 @@ def skipped_text(line: Mapping[str, Any]) -> str:
     """Why a step did not move the weights; empty where it did."""
     if not line["skipped"]:
         return ""
-    return (
-        "SKIPPED: gradients not finite"
-        if line["targets"]
-        else "SKIPPED: nothing to train on (data.skip)"
-    )
+    if not line["targets"]:
+        return "SKIPPED: nothing to train on (data.skip)"
+    if line["grad_norm"] is None:
+        return "SKIPPED: gradients not finite"
+    return "SKIPPED: an outlier" if line["loss"] is not None else "SKIPPED: loss not finite"
 
 
 def number(value: float | None, spec: str) -> str:

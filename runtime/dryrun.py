@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from data.schedule import read_schedule
-from model.cost import activation_bytes
+from model.cost import BYTES, activation_bytes, blocks_recomputed
 from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
@@ -209,12 +209,24 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
     counted = activation_bytes(
         shape, recipe.micro_batch, length, recipe.precision, recipe.recompute
     )
+    is_last = place.pipeline == layout.pipeline - 1
+    tokens, width = recipe.micro_batch * length, BYTES[recipe.precision]
+    more = 0
+    if is_sequence and is_last:  # the head takes all tokens: so does the loss's gradient there
+        more += tokens * width * (recipe.model.hidden_size - shape.hidden_size)
+    if layout.context > 1:
+        # Attention's output before and after its way back, keys and values that several ranks
+        # have; tables and ids of all tokens.
+        whole = blocks - blocks_recomputed(recipe.recompute, blocks)
+        copied = 2 * max(0, layout.context - shape.num_key_value_heads)
+        heads = min(whole + 1, blocks) * (shape.num_attention_heads + copied)
+        others = layout.context - 1
+        more += tokens * (width * shape.head_dim * (heads + 2 * others) + 8 * others)
     # One forward, one backward: stage s of p holds p - s micro-batches at a time.
     count = max(number for _, number in layout.accumulation)
     held = min(layout.pipeline - place.pipeline, count)
-    is_last = place.pipeline == layout.pipeline - 1
     return {
-        "activations": counted.saved * held,
+        "activations": (counted.saved + more) * held,
         "loss": counted.workspace if is_last else 0,
     }
 

@@ -36,6 +36,7 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
 from recipes.schema import Recipe, Shared
 from runtime.engine_weights import Draw, fill_owned
+from runtime.gate import Gate, MayUpdate
 from runtime.optimizer import build_optimizer
 from runtime.process import Process
 
@@ -50,10 +51,10 @@ class StepResult:
     """One update. `loss` and `grad_norm` may still be on their way from the device."""
 
     loss: torch.Tensor  # () fp32, mean over the targets of the global batch, equal on all ranks
-    grad_norm: torch.Tensor | float  # global, before clipping; not finite when the step was skipped
+    grad_norm: torch.Tensor | float  # global, before clipping
     tokens: int  # positions in the global batch
     targets: int  # positions that have a target
-    skipped: bool  # gradients were not finite, or nothing was to be trained: weights did not move
+    skipped: bool  # not finite, an outlier, or nothing to be trained: weights did not move
 
 
 def untrained(tokens: int, device: torch.device) -> StepResult:
@@ -70,6 +71,7 @@ class Engine:
         self.mesh = mesh
         self.layout = mesh.layout
         self.process = process
+        self.gate = Gate(ds, mesh.is_plain, process.device)
 
     @property
     def model(self) -> nn.Module:
@@ -87,11 +89,13 @@ class Engine:
         targets: int,
         tokens: int,
         phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: NO_CONTEXT,
+        may_update: MayUpdate | None = None,
     ) -> StepResult:
         """One update from this rank's micro-batches of a global batch with `targets` targets.
 
         Each micro-batch holds the keyword arguments of the decoder, on the device. `phase(name)` is
-        a context manager that times a part of the step.
+        a context manager that times a part of the step. `may_update(loss, grad_norm)` is asked once
+        before the weights move, with the same numbers on all ranks.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
         data = self.mesh.data
@@ -105,14 +109,15 @@ class Engine:
                 if not is_last:
                     self.ds.step()
         with phase("optimizer"):
+            dist.all_reduce(loss, group=data.group)
+            self.gate.ask(loss, may_update)
             self.ds.step()
-        dist.all_reduce(loss, group=data.group)
         return StepResult(
             loss=loss,
             grad_norm=self.ds.get_global_grad_norm(),
             tokens=tokens,
             targets=targets,
-            skipped=not self.ds.was_step_applied(),
+            skipped=self.gate.closed(),
         )
 
     def fragments(self) -> list[Fragment]:

@@ -178,7 +178,7 @@ REFUSED: dict[str, str] = {
     "bf16.bf16_master_weights_and_grads": "master weights are fp32 here; precision=bf16 has both",
     "bf16.bf16_optimizer_states": "moments are fp32 here",
     "bf16.check_grad_overflow": (
-        "a step whose gradients are not finite is skipped in every layout; see optim.max_skips"
+        "a step whose gradients are not finite is skipped in every layout; see health.max_skips"
     ),
     "data_types.param_dtype": "it is owned by precision",
     "data_types.buffer_dtype": "the model chooses the type of its buffers",

@@ -12,12 +12,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.schema import UserError
+
 
 def main() -> int:
     """Build what is missing and say how long it took; returns the exit status."""
+    from runtime import builds
     from runtime.process import have_home
 
     have_home()
+    builds.prepare()
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
     from runtime.engine import quiet
@@ -34,7 +38,12 @@ def build(builders: Mapping[str, Any]) -> int:
         began = time.monotonic()
         try:
             builder.load(verbose=False)
-        except (RuntimeError, OSError, ImportError) as error:  # what compilers and linkers give
+        except (
+            RuntimeError,
+            OSError,
+            ImportError,
+            UserError,
+        ) as error:  # of compilers, linkers, locks
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             print(f"failed: operator {name} cannot be built: {reason}", file=sys.stderr)
             status = 1

@@ -26,6 +26,7 @@ from parallel.pipeline import Stage
 from recipes.schema import Recipe, Shared
 from runtime import engine as plain
 from runtime.engine_weights import Draw, fill_owned
+from runtime.gate import MayUpdate
 from runtime.optimizer import build_optimizer
 from runtime.process import Process
 
@@ -52,6 +53,7 @@ class PipelineEngine(plain.Engine):
         targets: int,
         tokens: int,
         phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: plain.NO_CONTEXT,
+        may_update: MayUpdate | None = None,
     ) -> plain.StepResult:
         """As in `Engine`; the whole schedule counts as compute, with waiting for other stages."""
         self.ds.micro_batches = len(micro_batches)
@@ -61,6 +63,8 @@ class PipelineEngine(plain.Engine):
             def before_optimizer() -> None:
                 open_phase.close()
                 open_phase.enter_context(phase("optimizer"))
+                if may_update is not None:
+                    self.gate.ask(self._loss_so_far(), may_update)
 
             self._before_optimizer = before_optimizer
             open_phase.enter_context(phase("compute"))
@@ -72,8 +76,16 @@ class PipelineEngine(plain.Engine):
             grad_norm=self.ds.get_global_grad_norm(),
             tokens=tokens,
             targets=targets,
-            skipped=not self.ds.was_step_applied(),
+            skipped=self.gate.closed(),
         )
+
+    def _loss_so_far(self) -> torch.Tensor:
+        """The global batch's mean loss before the update; DeepSpeed tells it only afterwards."""
+        loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
+        if self.ds.is_last_stage():
+            loss += self.ds.total_loss / (self.layout.data * self.layout.tensor)
+        dist.all_reduce(loss)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:

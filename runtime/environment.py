@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.metrics import mask_secrets
+from recipes.redaction import redact, redacted, secret_values
 from runtime.run_folder import device_name, processor, versions
 
 FILE = "environment.json"
@@ -84,15 +84,10 @@ def difference(root: Path) -> dict[str, Any] | None:
     if data is None or len(data) > MOST_DIFF_BYTES:
         return found | {"reason": f"larger than {MOST_DIFF_BYTES} bytes"}
     text = data.decode("utf-8", "replace")
-    masked = "".join(masked_line(line) for line in text.splitlines(keepends=True))
+    masked = redact(text, secret_values(os.environ))
     if masked.encode() != whole:
         return found | {"text": masked, "reason": "what looks like a secret is left out"}
     return found | {"text": text, "reason": None}
-
-
-def masked_line(line: str) -> str:
-    """A line of a diff; its first character is git's."""
-    return line[:1] + mask_secrets(line[1:])
 
 
 def untracked(root: Path) -> dict[str, str | None]:
@@ -121,7 +116,7 @@ def record(folder: Path, now: dict[str, Any], segment: int, after_step: int) -> 
     """Put the conditions of a start on record, unless they are those of the segment's last one."""
     known = read(folder)
     same = [entry for entry in known if entry.get("segment") == segment][-1:]
-    plain = json.loads(json.dumps(now))
+    plain = redacted(json.loads(json.dumps(now)), secret_values(os.environ))
     if same and conditions(same[0]) == plain:
         return
     began = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -170,6 +170,10 @@ class EventFiles:
             points.append(self._scalar(tag, number, meaning))
         self._summary(step, points)
 
+    def points(self, step: int, series: Mapping[str, tuple[float, str]]) -> None:
+        """Write a point of each series: tag -> (number, what it is)."""
+        self._summary(step, [self._scalar(tag, *each) for tag, each in series.items()])
+
     def results(
         self,
         step: int,

@@ -1,7 +1,7 @@
 """Where every second since a run's first life went.
 
     useful     steps whose update is in the weights    redone   steps that were trained again later,
-    evaluate   evaluations                                      or whose update was skipped
+    evaluate   evaluations                                      taken back, or skipped
     stall      training waited for a save or a batch   start    imports, joining, the first step's
     load       a checkpoint was read                            extra time
     detect     from a failure to the end of all ranks  restart  the launcher, between two lives
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoint.lineage import lineage_of
 from recipes.schema import UserError
 from runtime import forecast
 from runtime.console import duration
@@ -36,7 +37,7 @@ PARTS = {
     "useful": "steps whose update is in the weights",
     "evaluate": "evaluations",
     "stall": "training waited for a save or a batch",
-    "redone": "steps trained again later, or whose update was skipped",
+    "redone": "steps trained again later, taken back, or skipped",
     "start": "imports, joining, the first step's extra time",
     "load": "a checkpoint was read",
     "detect": "from a failure to the end of all ranks",
@@ -131,7 +132,7 @@ def account_life(life: Life, usual_s: float) -> dict[str, float]:
         parts["start"] += warm_s
         parts["stall"] += waited_s
         parts["evaluate"] += line["eval_s"] or 0.0
-        is_wasted = line["skipped"] and line["targets"]
+        is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
     rest_s = life.ended_s - life.began_s - sum(parts.values())
     if rest_s < 0:  # stamps of several clocks may overlap a little
@@ -170,7 +171,12 @@ def read_lives(folder: Path, now_s: float | None = None) -> list[Life]:
     events = read_events(folder)
     if now_s is None:
         now_s = time.time() if is_living(folder) else last_sign_s(folder, events)
-    return lives_of(events, read_metrics(folder), now_s)
+    holds = lineage_of(folder).holds
+    lines = [
+        {**line, "is_abandoned": not holds(line["segment"], line["step"])}
+        for line in read_metrics(folder)
+    ]
+    return lives_of(events, lines, now_s)
 
 
 def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:

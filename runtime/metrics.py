@@ -15,16 +15,32 @@ and including the step.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpoint.lineage import lineage_of
+from recipes.redaction import redact, secret_values
 from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
-from runtime.records import METRICS, read_metrics
+from runtime.device_table import throttle_names
+from runtime.records import DEVICES, METRICS, RANKS, read_metrics
+
+# field of a reading -> what it is; each GPU's series are gpu/<host>/<index>/<field>
+GPU_SERIES = {
+    "temperature_c": "degrees Celsius",
+    "memory_temperature_c": "degrees Celsius, of the memory",
+    "power_w": "W",
+    "sm_clock_mhz": "MHz, of the processors",
+    "memory_clock_mhz": "MHz",
+    "utilization_percent": "share of the time in which something ran",
+    "memory_used_gib": "GiB, of all programs",
+    "throttle": "bits of what holds the clocks down; 4 is the power cap",
+    "ecc_corrected": "memory errors since the driver was loaded",
+    "ecc_uncorrected": "memory errors since the driver was loaded",
+    "pcie_replays": "repeated transfers since the driver was loaded",
+}
 
 
 class MetricsWriter:
@@ -54,7 +70,8 @@ class MetricsWriter:
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
         self._first_step: int | None = None  # of this life
-        records.repair(self.folder / records.EVENTS, say)
+        for name in (records.EVENTS, DEVICES, RANKS):
+            records.repair(self.folder / name, say)
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
         if wandb is not None:
@@ -115,7 +132,7 @@ class MetricsWriter:
         self._events.hyper_parameters(hyper_parameters, session)
         for name, content in texts.items():
             language = Path(name).suffix.lstrip(".")
-            fenced = f"```{language}\n{mask_secrets(content).rstrip()}\n```"
+            fenced = f"```{language}\n{redact(content, secret_values(os.environ)).rstrip()}\n```"
             self._events.text(self._after_step, f"recipe/{name}", fenced)
         if self._mirror is not None:
             self._mirror.describe(hyper_parameters)
@@ -196,6 +213,43 @@ class MetricsWriter:
         """Append one line to events.jsonl: an alarm, a verdict, a life."""
         fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, life=self.life, **fields)
+
+    def devices(self, step: int, host: str, gpus: list[dict[str, Any]]) -> None:
+        """Record a reading of one host's GPUs: a line each in devices.jsonl, and their series."""
+        width = len(str(len(gpus) - 1))
+        for gpu in gpus:
+            fields = {"step": step, "host": host, **gpu}
+            fields["throttle_names"] = throttle_names(gpu.get("throttle", 0))
+            records.record(self.folder / DEVICES, segment=self.segment, life=self.life, **fields)
+            if self._events is not None:
+                place = f"gpu/{host}/{gpu['index']:0{width}d}"
+                series = {
+                    f"{place}/{field}": (gpu[field], meaning)
+                    for field, meaning in GPU_SERIES.items()
+                    if field in gpu
+                }
+                self._events.points(step, series)
+
+    def ranks(self, step: int, own_s: list[float | None]) -> None:
+        """Record own seconds of a step of every rank, in order of rank: a line in ranks.jsonl, and
+        a series each."""
+        fields = {"step": step, "own_s": own_s}
+        records.record(self.folder / RANKS, segment=self.segment, life=self.life, **fields)
+        if self._events is not None:
+            width = len(str(len(own_s) - 1))
+            meaning = "seconds of a step in the rank's own work, without waiting for others"
+            series = {
+                f"rank/{rank:0{width}d}/own_s": (seconds, meaning)
+                for rank, seconds in enumerate(own_s)
+                if seconds is not None
+            }
+            self._events.points(step, series)
+
+    def alarm(self, step: int, kind: str, text: str, **facts: Any) -> None:
+        """Record what somebody should know, also as a text card."""
+        self.event(kind, step=step, text=text, **facts)
+        if self._events is not None:
+            self._events.text(step, f"alarms/{kind}", text)
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
         """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
@@ -307,14 +361,3 @@ def hyper_parameters(recipe, layout, **facts: Any) -> dict[str, Any]:
         "seed": recipe.seed,
         **facts,
     }
-
-
-_SECRET_KEY = r"[\w.-]*(?:api_?key|secret|passw(?:or)?d|credential|(?:access|auth)_token)[\w.-]*"
-_SECRET = re.compile(
-    rf"""(?im)^(\s*(?:-\s+)?["']?{_SECRET_KEY}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,#}}]+)"""
-)
-
-
-def mask_secrets(text: str) -> str:
-    """`text` (YAML or JSON, one key a line) with values of keys that hold secrets as "***"."""
-    return _SECRET.sub(lambda found: f'{found[1]}"***"', text)

@@ -18,16 +18,19 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
-from runtime import meeting
+from runtime import builds, meeting
 from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -198,7 +201,8 @@ def report(error: UserError) -> None:
     if is_printed:
         where = f"rank {rank}: " if rank else ""
         for problem in error.problems:
-            print(f"refused: {where}{problem}", file=sys.stderr, flush=True)
+            shown = redact(problem, secret_values(os.environ))
+            print(f"refused: {where}{shown}", file=sys.stderr, flush=True)
 
 
 def _is_first_to_say(error: UserError, local_rank: int) -> bool:
@@ -221,6 +225,14 @@ def _is_first_to_say(error: UserError, local_rank: int) -> bool:
         return False
     CLAIMS.append(claim)
     return True
+
+
+def print_without_secrets(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """`sys.excepthook`: a traceback shows lines and messages that may hold one."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(redact(text, secret_values(os.environ)), file=sys.stderr, end="", flush=True)
 
 
 def _is_said_soon(name: str) -> bool:
@@ -296,6 +308,7 @@ def _export(
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     have_home()
+    builds.prepare()
 
 
 def have_home() -> None:

@@ -2,6 +2,7 @@
 
     loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
          -> skipped, saved, close          -> events.jsonl
+         -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
 
 The one rule: only this reads device scalars, one step after they were made. Units as in
 runtime.metrics.
@@ -22,9 +23,12 @@ from checkpoint.epochs import Fenced
 from checkpoint.resume import Change
 from recipes.schema import Recipe, UserError
 from runtime import run_folder
+from runtime.alerts import Alerts
 from runtime.clock import Span
 from runtime.console import Console, summary_text
 from runtime.engine import StepResult
+from runtime.hardware import DeviceReading, RankTimes, Said
+from runtime.health import Judgement, Verdict
 from runtime.metrics import MetricsWriter, hyper_parameters
 from runtime.process import Process
 from runtime.requests import AskedEarly
@@ -67,6 +71,7 @@ class Record:
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
+        self._is_told = False
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, settled.last_step, after_step=after_step, every=recipe.log.every
@@ -83,6 +88,7 @@ class Record:
             wandb=recipe.log.wandb,
             say=self.console.say,
         )
+        self.alert = Alerts(recipe.run, recipe.alerts, self.writer.event, self.console.say)
         self.writer.describe(
             hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
@@ -115,6 +121,27 @@ class Record:
             communication_bytes=finished.communication_bytes,
         )
         self.console.step(line)
+
+    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
+        try:
+            self._hardware(step, news)
+        except OSError as error:  # a full disk costs these, and no run
+            if not self._is_told:
+                self._is_told = True
+                self.console.say(f"warning: readings of the hardware are not recorded: {error}")
+
+    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        for one in news:
+            if isinstance(one, DeviceReading):
+                self.writer.devices(step, one.host, one.gpus)
+            elif isinstance(one, RankTimes):
+                self.writer.ranks(one.step, one.own_s)
+            else:
+                facts = {"step": step, **one.facts}
+                self.writer.alarm(facts.pop("step"), one.kind, one.text, **facts)
+                if not one.is_quiet:
+                    self.console.say(f"warning: {one.text}")
 
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
         """Put on record from which checkpoint this life goes on, and what differs from it."""
@@ -153,20 +180,26 @@ class Record:
             " their corpus and give no loss (data.on_damage=quarantine)"
         )
 
-    def skipped(self, data: Any, in_a_row: int) -> None:
-        """Put a step that did not move the weights on record, with the samples that made it."""
+    def bad_step(self, data: Any, was_skipped: bool, judgement: Judgement) -> None:
+        """Put a step that did not move the weights, or is an outlier, on record, with the samples
+        that made it; of other trouble no single step is to blame."""
+        if not was_skipped and judgement.verdict != Verdict.GO_ON:
+            return
+        reason = judgement.reason
         if not data.is_update:
-            in_a_row, reason = 0, "no target is left" if not data.num_targets else "data.skip"
-        else:
-            reason = "gradients not finite"
+            reason = "no target is left" if not data.num_targets else "data.skip"
         self.writer.event(
-            "skipped",
+            "skipped" if was_skipped else "outlier",
             step=data.step,
             data_step=data.data_step,
             samples=list(data.sample_range),
-            in_a_row=in_a_row,
+            in_a_row=judgement.health.skips_in_a_row if data.is_update else 0,
             reason=reason,
+            verdict=str(judgement.verdict),
         )
+        if data.is_update:
+            done = "skipped" if was_skipped else "not skipped (health.outliers=keep)"
+            self.console.say(f"step {data.step}: {reason}: {done}")
 
     def tell(self, news: SaveReport | Note) -> None:
         """Put on record what became of a save, or what was found at one."""
@@ -199,6 +232,7 @@ class Record:
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.writer.event(cause, reason=str(error) or type(error).__name__)
+            self.alert.close()
             self.writer.close()
         self.console.close()
 
@@ -206,6 +240,7 @@ class Record:
         """Finish every file and print the run's numbers; `facts` go on record with the cause."""
         self.writer.event(cause, **facts)
         self.is_closed = True
+        self.alert.close()
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()
         self.console.close()

@@ -1,4 +1,4 @@
-"""The line files of a run, metrics.jsonl and events.jsonl: one strict-JSON object per line.
+"""The line files of a run (metrics.jsonl, events.jsonl, ...): one strict-JSON object per line.
 
 One rule: a line is whole or it is not there. Lines are appended one by one, each in one write; what
 a killed process left half-written at the end of a file is dropped aloud when the next one opens it,
@@ -23,10 +23,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recipes.redaction import redacted, secret_values
 from recipes.schema import UserError
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
+RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
 
 
 def strict_line(fields: Mapping[str, Any]) -> str:
@@ -150,9 +153,16 @@ def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]
 
 
 def record_event(folder: Path, kind: str, *, life: int, **fields: Any) -> None:
-    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl."""
+    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl,
+    without secrets."""
+    fields = redacted(fields, secret_values(os.environ))
+    record(Path(folder) / EVENTS, kind=kind, life=life, **fields)
+
+
+def record(path: Path, **fields: Any) -> None:
+    """Append UTC time and `fields` to a line file."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    append_line(Path(folder) / EVENTS, {"time": now, "kind": kind, "life": life, **fields})
+    append_line(path, {"time": now, **fields})
 
 
 def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -88,12 +88,13 @@ def newest_state(folder: Path, last_step: int) -> RunState | None:
         damaged.append((path, problems))  # said aloud when the older one is loaded
     if damaged:
         raise none_is_whole(damaged)
-    saved = lineage_of(folder).own(read_events(folder, "saved"))
-    if saved:
+    current = lineage_of(folder)
+    saved = [event["step"] for event in current.own(read_events(folder, "saved"))]
+    if saved or current.after:  # a branch has saved nothing itself
         raise UserError(
-            f"run={folder.name}: a checkpoint of step {saved[-1].get('step')} was saved, but"
-            f" {checkpoints} holds none: put them back (is a disk not mounted?), or start from step"
-            " 0 with resume=fresh"
+            f"run={folder.name}: a checkpoint of step {saved[-1] if saved else current.after} was"
+            f" saved, but {checkpoints} holds none: put them back (is a disk not mounted?), or"
+            " start from step 0 with resume=fresh"
         )
     return None
 

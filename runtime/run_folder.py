@@ -23,10 +23,12 @@ from typing import Any, TextIO
 from checkpoint import epochs
 from checkpoint.lease import Lease, refuse_held, take
 from recipes.exits import DO_NOT_RETRY
+from recipes.redaction import redact, redacted, secret_values
 from recipes.schema import UserError
 from runtime.trust import refuse_unsafe
 
 LOCK = ".lock"
+FAMILY = "PRETRAIN_FAMILY"  # which supervisor started this process
 LOCKS: list[Lock] = []  # held until this process ends
 # What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
 ADDED_TO = (
@@ -68,16 +70,22 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lea
     refuse_unwritable(folder)
     refuse_unsafe(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    family = os.environ.get(FAMILY, "")
     if is_fresh and folder.exists():
-        with contextlib.closing(hold(folder)) as held:  # whoever writes it must have ended
-            refuse_held(folder, held.inode)
+        with contextlib.closing(
+            hold(folder, family=family)
+        ) as held:  # whoever writes it must have ended
+            refuse_held(folder, held.inode, family)
             os.rename(folder, aside(folder))
     folder.mkdir(mode=0o755, exist_ok=True)
-    held = hold(folder)
+    held = hold(folder, family=family)
     LOCKS.append(held)
-    lease = take(folder, held.inode, end_fenced)
+    lease = take(folder, held.inode, end_fenced, family)
     for name, content in documents.items():
-        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        text = content
+        if not isinstance(content, str):
+            text = json.dumps(redacted(content), indent=2) + "\n"
+        text = redact(text, secret_values(os.environ))
         new = folder / f".{name}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, folder / name)
@@ -102,17 +110,21 @@ class Lock:
         self.file.close()
 
 
-def hold(folder: Path, kind: int = fcntl.LOCK_EX) -> Lock:
+def hold(folder: Path, kind: int = fcntl.LOCK_EX, family: str = "") -> Lock:
     """Lock a run folder. Raises UserError where another process of this host, or of one that shares
-    locks with it, has it.
+    locks with it, has it, unless the supervisor of this one (`family`) has lost that one's host.
     """
     file = open(folder / LOCK, "a")  # noqa: SIM115  the lock is held by the open file
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
+        holder = _holder(folder)
+        if family and holder and holder.family == family:
+            return Lock(file, 0)
         file.close()
+        who = f" ({holder})" if holder else ""
         raise UserError(
-            f"run={folder.name}: another process is writing {folder}{_holder(folder)}; wait for it"
+            f"run={folder.name}: another process is writing {folder}{who}; wait for it"
             f" to end, stop it, or choose another name (run={folder.name}-2)"
         ) from None
     except OSError:
@@ -120,13 +132,13 @@ def hold(folder: Path, kind: int = fcntl.LOCK_EX) -> Lock:
     return Lock(file, os.fstat(file.fileno()).st_ino)
 
 
-def _holder(folder: Path) -> str:
+def _holder(folder: Path) -> epochs.Holder | None:
     """Who that is, as far as the lease says."""
     try:
         holder = epochs.read(folder, epochs.newest(folder))
     except OSError:
-        return ""
-    return f" ({holder})" if holder and not holder.is_released else ""
+        return None
+    return None if holder is None or holder.is_released else holder
 
 
 def refuse_busy(folder: Path) -> None:
@@ -138,8 +150,9 @@ def refuse_busy(folder: Path) -> None:
     refuse_unwritable(folder)
     refuse_unsafe(folder)
     if (folder / LOCK).exists():
-        with contextlib.closing(hold(folder, fcntl.LOCK_SH)) as held:
-            refuse_held(folder, held.inode, wait=False)
+        family = os.environ.get(FAMILY, "")
+        with contextlib.closing(hold(folder, fcntl.LOCK_SH, family)) as held:
+            refuse_held(folder, held.inode, family, wait=False)
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -99,6 +99,7 @@ class Saver:
 
     def go_on(self, state: RunState) -> None:
         """Take up what the checkpoint that was loaded says about the next save."""
+        self.skipped_before = state.health["skipped_steps"]
         if self.pace:
             self.pace.go_on(state.step, state.saving)
 

@@ -19,7 +19,7 @@ from runtime.goodput import FAILURES, is_end
 from runtime.lives import unix_s
 from runtime.presence import is_living, shown
 from runtime.records import read_events
-from runtime.requests import ask, read_request
+from runtime.requests import BETWEEN_LIVES, ask, read_request
 
 LOOK_S = 0.5
 TELL_S = 30.0
@@ -62,7 +62,7 @@ def outcome(folder: Path, began: float) -> int:
     recent = [event for event in read_events(folder) if unix_s(event) >= began - 1]
     for event in reversed(recent):
         if event["kind"] in ("stopped", "finished"):
-            if "step" not in event:
+            if event.get("reason") == BETWEEN_LIVES:
                 print("stopped between two lives")
                 return FINISHED
             saved = event.get("is_saved")

@@ -4,11 +4,13 @@
 
 Per case: the optimizer class, the keys of the JSON that were read while the engine was built and
 while it trained, each collective of one update with its bytes and whether it started before the
-last backward ended, and what a poisoned step does to the weights.
+last backward ended, and what steps that are poisoned, sick on one rank or refused do to the
+weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
@@ -27,6 +30,8 @@ from parity_worker import full_weights, start_once, tiny_recipe
 
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
+from model import loss as loss_module
+from parallel import cut_modules
 from recipes.schema import Recipe
 from runtime import process
 from runtime.batches import to_device
@@ -87,14 +92,14 @@ def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knob
     return dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
 
 
-def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, targets=None):
+def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, targets=None, judge=None):
     """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
     me, layout = engine.process, settled.layout
     data = stream.step(step, me.rank, layout.data, layout.micro_batch)
     batches = [to_device(batch, me.device) for batch in data.micro_batches]
     engine.set_lr(1e-2)
     count = data.num_targets if targets is None else targets
-    return engine.train_step(batches, count, data.num_tokens)
+    return engine.train_step(batches, count, data.num_tokens, may_update=judge)
 
 
 def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
@@ -123,7 +128,56 @@ def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
         "healed": facts(healed),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "moved": not all(torch.equal(moved[name], after[name]) for name in after),
-    }
+        "gate": gate_facts(engine, lambda step, judge: one_step(
+            engine, stream, settled, step, judge=judge
+        )),
+    }  # fmt: skip
+
+
+def gate_facts(engine: Engine, take_step) -> dict[str, Any]:
+    """Steps that are asked about: one sick on the last rank alone, one refused, one let through.
+
+    What each rank was asked, whether its state stayed as it was to the bit, what it counted.
+    """
+    last = dist.get_world_size() - 1
+    asked: list[tuple[float, float]] = []
+
+    def answering(answer: bool):
+        def judge(loss, norm):
+            asked.append((loss, norm))
+            return answer
+
+        return judge
+
+    seen = {}
+    for number, (name, answer) in enumerate([("sick", True), ("refused", False), ("let", True)]):
+        asked.clear()
+        before = [fragment.tensor.clone() for fragment in engine.fragments()]
+        counted = engine.optimizer_step()
+        with losses_times(float("nan") if name == "sick" and dist.get_rank() == last else 1.0):
+            result = take_step(5 + number, answering(answer))
+        same = all(
+            torch.equal(one, fragment.tensor)
+            for one, fragment in zip(before, engine.fragments(), strict=True)
+        )
+        facts = (result.skipped, same, engine.optimizer_step() - counted, list(map(str, asked)))
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, facts)
+        seen[name] = everyone
+    return seen
+
+
+@contextlib.contextmanager
+def losses_times(factor: float):
+    """Every loss of this rank, and its gradient, times `factor`."""
+    plain = loss_module.cross_entropy
+    for module in (loss_module, cut_modules):
+        module.cross_entropy = lambda *given, **named: plain(*given, **named) * factor
+    try:
+        yield
+    finally:
+        for module in (loss_module, cut_modules):
+            module.cross_entropy = plain
 
 
 def facts(result: StepResult) -> dict[str, Any]:

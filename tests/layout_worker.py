@@ -4,7 +4,7 @@ benchmarks/matrix.py.
     torchrun layout_worker.py OUT.json CORPUS "NAME;NAME;..."         names as in layout_cases.py
 
 Per case: losses, norms, batch hashes, the held-out loss, the norm of a clipped SGD update, and what
-replicas differ by.
+replicas differ by, and bytes held.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kept import Kept
 from layout_cases import Case, parse
 from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_recipe, train
 
@@ -25,9 +26,11 @@ from checkpoint.comm import Ranks
 from checkpoint.replicas import differing, summary
 from data.schedule import read_schedule
 from data.stream import Stream, open_stream
+from recipes import show
 from recipes.schema import Optim, Parallel, Recipe
 from runtime import process
 from runtime.batches import to_device
+from runtime.dryrun import activations
 from runtime.engine import Engine, build
 from runtime.settle import settle
 
@@ -84,7 +87,31 @@ def run_case(case: Case, corpus: Path) -> dict:
     seen["eval"] = float(engine.evaluate(to_device(batch, device) for batch in batches))
     seen["replicas"] = replicas_differ(engine)
     seen["drifted"] = differing(RANKS().exchange(summary(engine.replicas()), "replicas"))
+    seen["memory"] = memory(engine, stream, recipe, settled)
     return seen | {"update_norm": sgd_update_norm(recipe)}
+
+
+def memory(engine: Engine, stream: Stream, recipe: Recipe, settled: Any) -> list[dict]:
+    """Bytes of each rank, counted in one more step: what autograd keeps, master weights and
+    moments; and what the dry run and `make show` say of them.
+    """
+    with Kept(engine.model, recipe.seq_len) as kept:
+        train(engine, stream, recipe, settled, 1)
+    states = {}
+    for master, moments in engine.ds.optimizer.optimizer.state.items():
+        for tensor in (master, *moments.values()):
+            if torch.is_tensor(tensor) and tensor.numel() > 1:
+                states[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    shown = show.state(recipe, settled)["gib"]
+    mine = {
+        "kept": kept.most,
+        **activations(recipe, settled.layout, engine.mesh.place),
+        "optimizer": sum(states.values()),
+        "shown": (shown["master"] + shown["moments"]) * 2**30,
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 def own_weights(engine: Engine) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_worker import gate_facts
 from parity_worker import SEQ_LEN, start_once, tiny_recipe
 
 from data.schedule import read_schedule
@@ -78,14 +79,14 @@ class Run:
         data = self.stream.step(step, self.data_rank, layout.data, layout.micro_batch)
         return data, [to_device(batch, self.me.device) for batch in data.micro_batches]
 
-    def step(self, step: int, targets: int | None = None):
+    def step(self, step: int, targets: int | None = None, judge=None):
         """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
         settled = self.settled
         rate = learning_rate(step, self.recipe.optim, settled.warmup_steps, settled.total_steps)
         self.engine.set_lr(rate)
         data, micro_batches = self.batches(step)
         count = data.num_targets if targets is None else targets
-        return self.engine.train_step(micro_batches, count, data.num_tokens)
+        return self.engine.train_step(micro_batches, count, data.num_tokens, may_update=judge)
 
     def evaluate(self) -> float:
         """Held-out loss, in micro-batches of another size and number than those of training."""
@@ -128,6 +129,7 @@ def run_case(recipe: Recipe, sent: list[int]) -> dict[str, Any]:
     is_same = all(torch.equal(before[name], p) for name, p in stage.named_parameters())
     healed = run.step(STEPS)
     seen["poisoned"] = everyone((poisoned.skipped, is_same, healed.skipped))
+    seen["gate"] = gate_facts(run.engine, lambda step, judge: run.step(STEPS, judge=judge))
     seen["results"] = everyone((float(healed.loss), float(healed.grad_norm)))
     seen["names"] = everyone(names)
     embeddings = [p for name, p in stage.named_parameters() if "embed_tokens" in name]

@@ -119,3 +119,20 @@ def test_a_step_that_is_not_finite_is_skipped_alike_in_every_case(cases):
         assert case["unchanged"], name
         assert case["healed"] == {"skipped": False, "finite_norm": True, "finite_loss": True}
         assert case["moved"], name
+
+
+def test_a_refused_step_changes_no_bit_of_weights_and_moments_in_any_case(cases):
+    for name, case in cases.items():
+        for skipped, is_same, counted, asked in case["gate"]["refused"]:
+            assert (skipped, is_same, counted) == (True, True, 0), name
+            assert len(asked) == 1, name  # once, however many groups there are
+        assert all(facts[:3] == [False, False, 1] for facts in case["gate"]["let"]), name
+
+
+def test_a_step_that_is_sick_on_one_rank_is_judged_and_skipped_alike_on_all(cases):
+    for name, case in cases.items():
+        sick = case["gate"]["sick"]
+        assert [facts[:3] for facts in sick] == [[True, True, 0]] * RANKS, name
+        assert {tuple(facts[3]) for facts in sick} == {("(nan, inf)",)}, name
+        for kind in ("refused", "let"):  # all ranks are asked the same
+            assert len({tuple(facts[3]) for facts in case["gate"][kind]}) == 1, name

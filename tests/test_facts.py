@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT
+from test_devices import script
 
 from launch import facts, network
 from recipes.schema import UserError
-
-
-def fake_tool(folder: Path, monkeypatch, script: str) -> None:
-    """An nvidia-smi of our own."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def test_every_file_that_can_change_a_run_counts_and_tests_do_not():
@@ -38,26 +31,32 @@ def test_every_file_that_can_change_a_run_counts_and_tests_do_not():
     assert not [name for name in found if name.startswith(("tests/", "runs/", "benchmarks/"))]
 
 
-def test_cards_are_read_from_nvidia_smi(tmp_path, monkeypatch):
-    rows = [
-        "0, NVIDIA H200, 570.1, 143771, 4, 33, 0",
-        "1, NVIDIA H200, 570.1, 143771, 4, 35, [N/A]",
-    ]
-    script = "; ".join(f"echo '{row}'" for row in rows)
-    fake_tool(tmp_path, monkeypatch, script)
+def show_cards(folder: Path, monkeypatch, *cards: dict) -> None:
+    """What NVML shows from now on."""
+    for name, value in script(folder, *cards).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_cards_are_read_with_what_ails_them(tmp_path, monkeypatch):
+    show_cards(tmp_path, monkeypatch, {}, {"remapped": [[0, 1, 1, 0]]})
     first, second = facts.gpus()["cards"]
-    assert first["name"] == "NVIDIA H200"
-    assert second["ecc.errors.uncorrected.volatile.total"] == "[N/A]"
+    assert (first["name"], first["driver"], first["ailments"]) == ("NVIDIA H200", "570.124.06", [])
+    [(what, action, _)] = second["ailments"]
+    assert (what, action) == ("remap_pending", "reset the GPU")
+
+
+def test_a_host_without_a_driver_has_no_cards_unless_there_are_device_files(monkeypatch):
+    assert facts.gpus() == {"cards": []}
+    monkeypatch.setattr(facts.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    assert facts.gpus()["problem"].startswith("no GPU readings: NVML")
 
 
 def test_a_driver_that_fails_or_hangs_is_a_problem_and_not_a_wait(tmp_path, monkeypatch):
-    fake_tool(tmp_path, monkeypatch, "echo 'Unable to determine the device handle'; exit 15")
-    assert facts.gpus() == {
-        "problem": "nvidia-smi ended with 15: Unable to determine the device handle"
-    }
-    monkeypatch.setattr(facts, "TOOL_TIMEOUT_S", 0.3)
-    fake_tool(tmp_path, monkeypatch, "exec sleep 60")
-    assert "no answer in 0.3 s" in facts.gpus()["problem"]
+    show_cards(tmp_path, monkeypatch, {"power": ["nonsense"]})
+    assert facts.gpus()["problem"].startswith("runtime.device_reader ended with 1: TypeError")
+    monkeypatch.setattr(facts, "READER_TIMEOUT_S", 0.5)
+    show_cards(tmp_path, monkeypatch, {"power": "hang"})
+    assert facts.gpus()["problem"] == "the driver (NVML) gave no answer in 0.5 s"
 
 
 def test_only_locks_that_nothing_has_touched_for_long_are_removed_and_others_are_told(tmp_path):

@@ -211,3 +211,17 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
 )
 def test_times_between_failures_have_units(text, seconds):
     assert operate.hours("MTBF", text) == seconds
+
+
+def test_steps_that_a_rewind_took_back_are_no_goodput(folder):
+    before = account(goodput.read_lives(folder))
+    opened = [
+        {"kind": "segment", "segment": 0, "parent": None, "first_step": 1},
+        {"kind": "segment", "segment": 1, "parent": {"segment": 0, "step": 20}, "first_step": 21},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in opened)
+    (folder / "history.jsonl").write_text(text)
+    after = account(goodput.read_lives(folder))
+    assert after["useful"] == 20.0
+    assert after["redone"] == before["redone"] + before["useful"] - 20.0
+    assert sum(after.values()) == pytest.approx(sum(before.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def test_skips_ahead_stay_in_force_and_what_the_target_trained_on_is_past(run):
     history.rewind(run, 100, segment=0)  # which has trained on the data steps before 102
     ranges = [(tuple(s["range"]), s["from_step"]) for s in history.in_force(read(run))]
     assert ranges == [((102, 104), 101)]
+
+
+def test_a_segment_whose_checkpoint_is_damaged_goes_on_from_an_older_one_as_a_new_one(run):
+    history.rewind(run, 80, (85, 90), "why")
+    shutil.rmtree(run / "checkpoints" / "step-00000080")
+    assert weight(run) == 60
+    for _ in range(2):  # killed at once, and started again
+        assert history.begin(run, None, 60) == 2
+    line = read(run)[-1]
+    assert (line["parent"], line["who"]) == ({"segment": 0, "step": 60}, "resume")
+    assert line["why"] == "the checkpoint of step 80 is damaged"
+    (skip,) = history.in_force(read(run))
+    assert (skip["range"], skip["why"]) == ([85, 90], "why")
 
 
 def test_skips_join_those_of_the_recipe():

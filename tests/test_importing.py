@@ -14,19 +14,22 @@ from test_writer import digest
 from data.corpus import open_corpus, read_manifest
 from data.foreign import find_foreign
 from data.importing import ImportSettings, import_corpus
+from data.schedule import read_schedule
 from data.settings import read_words
+from data.stream import open_stream
 from data.tokenizer import byte_tokenizer
-from recipes.schema import UserError
+from data.verify import verify_corpus
+from recipes.schema import Data, Source, UserError
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 9, 9, 9, 9, 0], [300, 1, 0]]
 FLAT = [i for ids in DOCUMENTS for i in ids]
 LENGTHS = [len(ids) for ids in DOCUMENTS]
 
 
-def bring(source, out, *words, tokenizer=None, say=lambda text: None):
+def bring(source, out, *words, tokenizer=None, say=lambda text: None, is_quick=False):
     words = words if tokenizer else ("vocab_size=1000", "eod_id=0", *words)
     settings = read_words(ImportSettings, words, "make corpus-import")
-    return import_corpus(str(source), out, tokenizer, settings, say)
+    return import_corpus(str(source), out, tokenizer, settings, say, is_quick)
 
 
 def megatron(folder, code=8, kind="<u2", documents=DOCUMENTS, name="s"):
@@ -225,6 +228,98 @@ def test_what_is_held_out_never_overlaps(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "d" / "inputs.jsonl").open()]
     assert [(line["split"], line["linked"]) for line in lines] == [("train", True), ("valid", True)]
     assert read_manifest(tmp_path / "d")["name"] == "imported"
+
+
+def steps_of(folder, steps=3):
+    """Input ids of the first steps of a run on a corpus."""
+    data = Data(sources={"a": Source(corpus=str(folder))})
+    stream = open_stream(data, 1, 4, read_schedule(8, 4), folder, 1000)
+    batches = [stream.step(step, 0, 1, 2).micro_batches[0] for step in range(1, steps + 1)]
+    return [(batch.input_ids.tolist(), batch.segment_ids.tolist()) for batch in batches]
+
+
+def test_documents_without_an_end_are_trained_on_with_their_boundaries(tmp_path):
+    prefix = megatron(tmp_path / "in", documents=[[number] * 3 for number in range(1, 12)])
+    bring(prefix, tmp_path / "c")
+    for inputs, segments in steps_of(tmp_path / "c"):
+        for ids, numbers in zip(inputs, segments, strict=True):
+            assert np.array_equal(np.diff(ids) != 0, np.diff(numbers) != 0)
+
+
+def test_a_quick_import_reads_no_token_and_gives_the_same_run(tmp_path, monkeypatch):
+    prefix = megatron(tmp_path / "in")
+    bring(prefix, tmp_path / "c")
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr("data.foreign.np.fromfile", None)  # what reads tokens
+        manifest = bring(prefix, tmp_path / "q", is_quick=True, say=said.append)
+    assert "no token was read" in said[0]
+    assert manifest["not_read"]
+    assert {path.name for path in (tmp_path / "q").iterdir()} == {
+        "train-00000.bin", "train-00000.idx", "inputs.jsonl", "manifest.json"
+    }  # fmt: skip
+    assert tokens_of(tmp_path / "q") == DOCUMENTS
+    assert steps_of(tmp_path / "q") == steps_of(tmp_path / "c")
+    (note,) = open_corpus(tmp_path / "q").notes
+    assert "damage in a .bin is not noticed" in note
+    assert manifest["corpus_id"] != read_manifest(tmp_path / "c")["corpus_id"]
+    assert verify_corpus(tmp_path / "q")["corpus_id"] == manifest["corpus_id"]
+    held = megatron(tmp_path / "held", documents=[[900, 0]])
+    bring(prefix, tmp_path / "h", f"valid_in={held}", is_quick=True)
+    assert tokens_of(tmp_path / "h", "valid") == [[900, 0]]
+
+
+def test_a_quick_import_finds_wrong_sizes_and_ids_when_they_are_used(tmp_path):
+    prefix = megatron(tmp_path / "in", documents=[[5, 2000, 7, 8, 0]] * 3)
+    bring(prefix, tmp_path / "q", is_quick=True)
+    with pytest.raises(UserError, match="found token id 2000, expected ids from 0 to 999"):
+        steps_of(tmp_path / "q")
+    with pytest.raises(UserError, match="expected ids from 0 to 999, found 0 to 2000"):
+        verify_corpus(tmp_path / "q")
+    with open(prefix.with_suffix(".bin"), "ab") as file:
+        file.write(b"\0\0")
+    with pytest.raises(UserError, match="expected 30 bytes, found 32 bytes"):
+        open_corpus(tmp_path / "q")
+
+
+def test_a_quick_import_refuses_what_must_be_read(tmp_path):
+    megatron(tmp_path / "in", name="a")
+    megatron(tmp_path / "in", 5, "<i8", name="b")
+    with pytest.raises(UserError) as refused:
+        bring(tmp_path / "in", tmp_path / "c", "valid=0.1", "copy=true", is_quick=True)
+    text = "\n".join(refused.value.problems)
+    assert "QUICK=1: valid would read every token" in text
+    assert "QUICK=1: copy would" in text
+    assert "b.bin: holds int64, the corpus is uint16; it must be written anew" in text
+    assert "a.bin" not in text
+    assert not (tmp_path / "c").exists()
+
+
+def test_contiguous_shares_of_each_file_as_megatron_cuts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.foreign.CHUNK_TOKENS", 20)
+    for name, first in (("a", 0), ("b", 500)):
+        documents = [[1 + first + number, 0] for number in range(125)]
+        megatron(tmp_path / "in", documents=documents, name=name)
+    said = []
+    manifest = bring(tmp_path / "in", tmp_path / "c", "split=969,30,1", say=said.append)
+    # 125 documents: Megatron's int(round(0.969 * 125)) = 121, int(round(0.999 * 125)) = 125
+    assert tokens_of(tmp_path / "c", "valid") == [
+        [1 + first + number, 0] for first in (0, 500) for number in range(121, 125)
+    ]
+    assert len(tokens_of(tmp_path / "c")) == 2 * 121
+    assert manifest["counts"] == {"documents": 250, "documents_without_end": 0}
+    manifest = bring(tmp_path / "in", tmp_path / "d", "split=8,1,1", say=said.append)
+    assert manifest["counts"]["documents_left_out"] == 2 * 13
+    assert len(tokens_of(tmp_path / "d", "valid")) == 2 * 12
+    assert any("26 of 250 documents are left out: split=8,1,1" in text for text in said)
+    for split in ("969", "0,1", "a,b", "1,-1", "1,2,3,4"):
+        with pytest.raises(UserError, match=f"split={split}: expected shares"):
+            bring(tmp_path / "in", tmp_path / "e", f"split={split}")
+    with pytest.raises(UserError, match="split=1000,1: no document is held out"):
+        bring(tmp_path / "in", tmp_path / "e", "split=1000,1")
+    np.array(FLAT, dtype="<u2").tofile(tmp_path / "flat.npy")
+    with pytest.raises(UserError, match=r"flat.npy: has no index .* split= cannot cut it"):
+        bring(tmp_path / "flat.npy", tmp_path / "e", "split=9,1", "dtype=uint16")
 
 
 MEGATRON = """

@@ -184,7 +184,7 @@ unit.BATCH_CHARS = 300
 source, root = sys.argv[1], pathlib.Path(sys.argv[2])
 words = ("valid=0.2", "max_bad=5", "shard_mib=1")
 
-def attempt(out, left):
+def attempt(out, left, *more):
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -199,26 +199,30 @@ def attempt(out, left):
     os.replace = hooked(os.replace)
     os.fsync = hooked(lambda fd: None)  # a kill loses nothing that was written; only power does
     try:
-        build(source, out, *words)
+        build(source, out, *words, *more)
     except BaseException:
         import traceback
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
-assert attempt(root / "whole", 10**9) == 0
-expected = digest(root / "whole")
+# In input order and shuffled, by turns.
+SHUFFLES = ((), ("shuffle=3",))
+for which, more in enumerate(SHUFFLES):
+    assert attempt(root / f"whole{which}", 10**9, *more) == 0
+expected = [digest(root / f"whole{which}") for which in (0, 1)]
+assert expected[0] != expected[1]
 # Killed before the call number `first`, then every EVERY calls: together at every call there is.
 # EVERY is more than a shard takes, so that each life gets something done.
 EVERY, kills = 20, 0
 for first in range(EVERY):
-    out, left = root / f"c{first}", first
-    while (status := attempt(out, left)) == -9:
+    out, left, more = root / f"c{first}", first, SHUFFLES[first % 2]
+    while (status := attempt(out, left, *more)) == -9:
         kills, left = kills + 1, EVERY
         assert kills < 500
-    assert status == 0 and digest(out) == expected, first
+    assert status == 0 and digest(out) == expected[first % 2], first
 left = {p.name for p in root.iterdir() if not p.name.endswith(".lock")}
-assert left == {*(f"c{n}" for n in range(EVERY)), "whole"}, left
+assert left == {*(f"c{n}" for n in range(EVERY)), "whole0", "whole1"}, left
 print(kills)
 """
 

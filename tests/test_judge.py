@@ -8,15 +8,17 @@ import pytest
 
 from launch.judge import Need, judge
 from launch.link_speeds import slow_links
+from runtime.device_table import ailments
 
 CARD = {
-    "index": "0",
+    "index": 0,
     "name": "H200",
-    "driver_version": "570.1",
-    "memory.total": "143771",
-    "memory.used": "4",
-    "temperature.gpu": "33",
-    "ecc.errors.uncorrected.volatile.total": "0",
+    "driver": "570.1",
+    "memory_total_gib": 140.4,
+    "memory_used_gib": 0.1,
+    "temperature_c": 33,
+    "slowdown_c": 87,
+    "ailments": [],
 }
 GOOD = {
     "machine": "",
@@ -30,8 +32,15 @@ GOOD = {
     "shared": None,
     "folders": {"corpora/x": "cc"},
     "port": {"number": 29001, "is_free": True},
-    "gpus": {"cards": [CARD, CARD | {"index": "1"}]},
+    "gpus": {"cards": [CARD, CARD | {"index": 1}]},
 }
+
+
+def ail(facts: dict, **states) -> None:
+    """Make the second card ill, as runtime.device_reader would tell it."""
+    card = facts["gpus"]["cards"][1]
+    card |= states
+    card["ailments"] = [list(each) for each in ailments(card)]
 
 
 def hosts(count: int = 3) -> dict[str, dict]:
@@ -69,13 +78,20 @@ ODD = {
     "a lost card": (lambda f: f["gpus"]["cards"].pop(), ["GPUs 1, but NPROC=2"]),
     "a hanging driver": (lambda f: f.update(gpus={"problem": "no answer"}), ["GPUs: no answer"]),
     "another driver": (
-        lambda f: f["gpus"].update(cards=[c | {"driver_version": "1"} for c in f["gpus"]["cards"]]),
-        ["GPU driver_version 1", "570.1"],
+        lambda f: f["gpus"].update(cards=[c | {"driver": "1"} for c in f["gpus"]["cards"]]),
+        ["GPU driver 1", "570.1"],
     ),
     "memory errors": (
-        lambda f: f["gpus"]["cards"][1].update({"ecc.errors.uncorrected.volatile.total": "2"}),
-        ["GPU 1: 2 uncorrected memory errors"],
+        lambda f: ail(f, ecc_uncorrected=2),
+        ["GPU 1: 2 uncorrected memory errors", "reset the GPU, or leave the host out"],
     ),
+    "a row that waits to be remapped": (
+        lambda f: ail(f, remap_pending=True),
+        ["GPU 1: a memory row waits for a reset", "reset the GPU"],
+    ),
+    "a row that cannot be": (lambda f: ail(f, remap_failed=True), ["GPU 1", "replace the card"]),
+    "a card off the bus": (lambda f: ail(f, is_lost=True), ["GPU 1: the GPU is lost", "drain"]),
+    "what the driver asks for": (lambda f: ail(f, recovery_action=2), ["reboot of the host"]),
 }
 
 
@@ -128,11 +144,12 @@ def test_cards_do_not_matter_to_a_run_on_the_cpu():
 def test_what_slows_is_a_warning():
     facts = hosts()
     facts["n3"]["disk_mib_per_s"]["runs/"] = 20.0
-    facts["n3"]["gpus"]["cards"][0]["memory.used"] = "90000"
-    facts["n3"]["gpus"]["cards"][0]["temperature.gpu"] = "91"
+    facts["n3"]["gpus"]["cards"][0]["memory_used_gib"] = 88.0
+    facts["n3"]["gpus"]["cards"][0]["temperature_c"] = 80
+    facts["n3"]["gpus"]["cards"].append(CARD | {"index": 2})
     found = judge(facts, {}, Need(2))
     assert found.problems == []
-    assert [line.split(" ")[0] for line in found.warnings] == ["n3:"] * 3
+    assert [line.split(" ")[0] for line in found.warnings] == ["n3:"] * 4
 
 
 def test_a_password_in_a_value_is_not_printed():

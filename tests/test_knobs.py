@@ -10,11 +10,23 @@ import pytest
 
 from recipes import knobs
 from recipes.check import knob_names
-from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
+from recipes.schema import (
+    Alerts,
+    Cluster,
+    Data,
+    Health,
+    Log,
+    Model,
+    Optim,
+    Parallel,
+    Recipe,
+    Source,
+    Watch,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
-CLASSES = (Recipe, Model, Data, Source, Optim, Cluster, Parallel, Log, Watch)
+CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
 
 
 def source_files() -> list[Path]:

@@ -21,8 +21,9 @@ from checkpoint.commit import save
 from checkpoint.epochs import Fenced, Holder
 from checkpoint.manifest import committed, read_manifest
 from recipes.schema import UserError
+from runtime import run_folder
 
-ME = {"boot": "b1", "namespace": "n1", "lock": 7, "folder": 70}
+ME = {"boot": "b1", "namespace": "n1", "lock": 7, "folder": 70, "family": "f1"}
 HOLDER = Holder(3, "t", "h", "b1", "n1", 100, "s", lock=7, folder=70)
 
 
@@ -50,6 +51,9 @@ def short(monkeypatch):
     [
         (None, {}, False, "unknown"),  # its maker died making it
         (replace(HOLDER, is_released=True), {"boot": "b2"}, True, "free"),
+        (replace(HOLDER, family="f1"), {"boot": "b2"}, True, "free"),  # its supervisor lost it
+        (replace(HOLDER, family="f2"), {"boot": "b2"}, True, "unknown"),
+        (HOLDER, {"boot": "b2", "family": ""}, True, "unknown"),
         (HOLDER, {"boot": "b2"}, False, "unknown"),  # a lock of another kernel proves nothing
         (HOLDER, {}, True, "free"),  # the kernel freed its lock; the number is another process's
         (HOLDER, {"lock": 8}, True, "held"),  # the lock file was deleted and made again
@@ -82,6 +86,23 @@ def test_each_life_has_the_next_epoch_and_a_second_one_is_refused(tmp_path):
     assert not epochs.read(run, 2).is_released
     second.check()
     second.release()
+
+
+def test_a_supervisor_takes_the_run_from_a_life_on_a_host_that_it_has_lost(tmp_path, monkeypatch):
+    """A partition: the old life goes on, renews and has the lock; it can write nothing more."""
+    monkeypatch.setenv(run_folder.FAMILY, "one")
+    old = run_folder.open_folder(tmp_path / "run", {}, False)
+    new = run_folder.open_folder(tmp_path / "run", {}, False)
+    assert (old.epoch, new.epoch) == (1, 2)
+    with pytest.raises(Fenced):
+        old.check()
+    monkeypatch.setenv(run_folder.FAMILY, "another")
+    with pytest.raises(UserError, match=r"another process is writing .*\(epoch 2\)"):
+        run_folder.open_folder(tmp_path / "run", {}, False)
+    for one in (old, new):
+        one.release()
+    while run_folder.LOCKS:
+        run_folder.LOCKS.pop().close()
 
 
 def test_of_two_that_start_at_once_one_gets_the_run(tmp_path, monkeypatch):

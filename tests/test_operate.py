@@ -17,6 +17,7 @@ from clones import SMALL, make_clone
 from ranks import PATIENCE, environment
 
 from runtime import events, goodput, operate, presence, requests, status, stop
+from runtime.event_files import segment_folder
 from runtime.records import read_events, read_metrics, record_event
 
 RECIPE = "run: mine\nsteps: 50\nresume: fresh\ncheckpoint:\n  interval: 10\n"
@@ -293,7 +294,7 @@ def test_one_series_after_all_lives(real):
     run, _, _ = real
     steps = [line["step"] for line in read_metrics(run)]
     assert steps == list(range(1, steps[-1] + 1))
-    accumulator = EventAccumulator(str(run / "tensorboard" / "segment0"), {"scalars": 0})
+    accumulator = EventAccumulator(str(segment_folder(run, 0)), {"scalars": 0})
     accumulator.Reload()
     assert [point.step for point in accumulator.Scalars("loss/train")] == steps
     shares = accumulator.Scalars("goodput/useful")

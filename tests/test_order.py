@@ -89,6 +89,18 @@ def test_asking_in_epoch_two_gives_what_an_unbroken_run_gives():
     assert np.array_equal(unbroken[150:], resumed)
 
 
+@pytest.mark.parametrize("n", [1, 3, 1000, 2**20 + 1, 2**32, 2**32 + 1, 2**40 + 7])
+def test_an_order_that_is_asked_again_gives_the_same_windows_from_its_tables(n):
+    order, source = Order(5, ["prose"], [n]), np.zeros(50, dtype=np.int64)
+    draws = np.linspace(0, n - 1, 50).astype(np.int64)
+    expected = forward(draws, n, order_seed(5, "prose", 0))
+    for _ in range(3):
+        assert np.array_equal(order.windows(source, draws)[1], expected)
+    assert (order._tabled[1] is not None) == (n <= 2**32)
+    other = order.windows(source, draws + n)  # the next epoch is not read from this one's tables
+    assert np.array_equal(other[1], forward(draws, n, order_seed(5, "prose", 1)))
+
+
 def test_order_of_a_source_does_not_change_when_others_come_and_go():
     draws = np.arange(500)
     alone = Order(9, ["prose"], [77]).windows(np.zeros_like(draws), draws)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import sys
 
-from launch.outcome import End, exit_status, explain, first_failure, last_words
+from launch.outcome import End, cause_of, exit_status, explain, first_failure, last_words
 from launch.ranks import Ranks, RunLogs
+from launch.start import end_of
+from recipes.schema import Watch
 
 TRACEBACK = ("noise", "Traceback (most recent call last):", '  File "x"', "ValueError: broken")
 
@@ -95,3 +99,27 @@ def test_the_end_of_a_rank_that_never_said_a_word_is_heard(tmp_path):
     ranks = Ranks(command, [{"RANK": "0"}], tmp_path, lambda *_: None, logs=RunLogs(tmp_path))
     [end] = ranks.wait()
     assert (end.status, end.log) == (-9, None)
+
+
+def test_of_two_hosts_that_fall_silent_the_one_whose_rank_does_not_wait_is_to_blame():
+    waiting = End(0, -9, 100.0, host="a", hung="hung in phase step of step 7", only_waits=True)
+    stuck = End(5, -9, 102.0, host="b", hung="hung in phase step of step 7; it is in spin",
+                stack=('File "x.py", line 3 in spin',))  # fmt: skip
+    others = [End(1, 1, 101.0, host="a"), End(4, -9, 102.0, host="b", was_stopped=True)]
+    ends = [waiting, *others, stuck]
+    assert first_failure(ends) == stuck
+    assert (exit_status(ends), cause_of(ends)) == (137, "hung")
+    told = explain(ends, 8)
+    assert told[0].startswith(
+        "failed: rank 5 of 8 on b hung in phase step of step 7; it is in spin"
+    )
+    assert told[1] == '  | File "x.py", line 3 in spin'
+
+
+def test_an_end_arrives_from_another_host_as_it_was():
+    end = End(5, -9, 2.0, host="b", last=("x",), phase="save", step=7, hung="hung", silent_s=4.0,
+              stack=("y",), only_waits=True)  # fmt: skip
+    said = json.loads(json.dumps({"node": 1, "say": "end", "end": dataclasses.asdict(end)}))
+    assert end_of(said, "b", 4, 2.0) == end
+    limits = Watch(step_s=7)
+    assert Watch(**json.loads(json.dumps(dataclasses.asdict(limits)))) == limits

@@ -9,15 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_corpora import counting_document, stream_of, write_corpus
 from threads import run_threads
 
+from checkpoint import history
+from checkpoint.choose import Keep
 from checkpoint.comm import Alone
 from checkpoint.commit import save
 from checkpoint.index import Fragment
+from checkpoint.lineage import lineage_of
 from checkpoint.manifest import committed
 from checkpoint.origin import same_everywhere
 from checkpoint.rectangles import Box
 from checkpoint.state import RunState
+from data.collect import Collector
+from data.ledger import Ledger, read_ledger
 from recipes.compose import compose_command
 from recipes.schema import UserError
 from runtime.records import record_event
@@ -35,22 +41,28 @@ def past(step):
     return {"data_step": step, "tokens": 512 * step, "mixture": "m", "skips": None}
 
 
+def save_step(folder, step, data, segment=0):
+    """A checkpoint of one weight."""
+    state = RunState(
+        step=step,
+        tokens=512 * step,
+        optimizer_step=step,
+        seed=1,
+        recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))),
+        data=data,
+        segment=segment,
+        health={"skips_in_a_row": 0, "skipped_steps": 0},
+    )
+    fragment = Fragment("w", "weight", Box((4, 4), (4, 4)), 0, torch.zeros(16))
+    assert save(folder, step, [fragment], state.as_dict(), Alone(), keep=Keep(newest=99)).ok
+
+
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run with checkpoints of steps 2 and 4."""
     (tmp_path / "recipe.yaml").write_text("")
     for step in (2, 4):
-        state = RunState(
-            step=step,
-            tokens=512 * step,
-            optimizer_step=step,
-            seed=1,
-            recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))),
-            data=DATA | {"past": past(step)},
-            health={"skips_in_a_row": 0, "skipped_steps": 0},
-        )
-        fragment = Fragment("w", "weight", Box((4, 4), (4, 4)), 0, torch.zeros(16))
-        assert save(tmp_path, step, [fragment], state.as_dict(), Alone()).ok
+        save_step(tmp_path, step, DATA | {"past": past(step)})
         record_event(tmp_path, "saved", life=1, step=step)
     return tmp_path
 
@@ -95,6 +107,14 @@ def test_step_0_is_never_chosen_in_silence_when_the_checkpoints_are_gone(run):
     with pytest.raises(UserError, match="not mounted"):
         stands(run)
     (run / "events.jsonl").write_text("")  # killed before its first save
+    assert stands(run).step == 0
+    history.begin(run, None)
+    for segment, step in ((0, 4), (0, 0)):  # a branch has no save of its own; back to the start
+        target = history.Target(segment, step, step)
+        history.append(run, history.next_segment(history.read(run), target, [], {}))
+        if step:
+            with pytest.raises(UserError, match="a checkpoint of step 4 was saved"):
+                stands(run)
     assert stands(run).step == 0
 
 
@@ -180,3 +200,55 @@ def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
     assert found.step == 4
     with pytest.raises(UserError, match=r"identity\.corpora\.synthetic"):
         stands(run, words, "allow=[data.sources]", corpora={"more": "cd"})
+
+
+def test_resumed_at_every_step_of_three_epochs_the_ledger_has_no_gap_and_no_repeat(tmp_path):
+    """20 windows, 8 a step: epochs end inside steps. Each life trains two steps and dies with one
+    saved; the last rewinds in between as well.
+    """
+    write_corpus(tmp_path / "c", [counting_document(20 * 16)])
+    unbroken = lived(tmp_path, tmp_path / "unbroken", 0, LAST, saves=())
+    run = tmp_path / "run"
+    for step in range(LAST):
+        assert where(run, tmp_path) == step
+        lived(tmp_path, run, step, min(step + 2, LAST), saves=(step + 1,))
+    assert lines_of(run) == unbroken
+    samples = [tuple(line["samples"]) for line in unbroken]
+    assert samples == [(8 * n, 8 * n + 8) for n in range(LAST)]  # 20 windows: 3 epochs and more
+    hashes = [line["batch_hash"] for line in unbroken]
+    assert len(set(hashes)) == LAST
+    for back in range(LAST - 1, 0, -1):
+        history.rewind(run, back)
+        assert where(run, tmp_path) == back
+        lived(tmp_path, run, back, LAST, saves=(back + 1,))
+    mine = sorted(lineage_of(run).own(read_ledger(run / "ledger")), key=lambda x: x["step"])
+    assert [line["batch_hash"] for line in mine] == hashes
+
+
+LAST = 8  # steps of 8 of 20 windows: the fourth epoch has begun
+
+
+def lived(root, run, after, last, saves):
+    """One life of a run, its training left out: stream, ledger, checkpoints; its ledger lines."""
+    stream = stream_of(root, {"c": 1})
+    run.mkdir(exist_ok=True)
+    (run / "recipe.yaml").write_text("")
+    segment = history.begin(run, None, after)
+    collector = Collector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
+    for step in range(after + 1, last + 1):
+        collector.add(stream.step(step, 0, 1, 8))
+        if step in saves:
+            save_step(run, step, stream.state() | {"past": stream.past(step)}, segment)
+    return lines_of(run)
+
+
+def lines_of(run):
+    return list(read_ledger(run / "ledger"))
+
+
+def where(run, root):
+    """The step that a start of the run would go on from."""
+    if not run.exists():
+        return 0
+    stream = stream_of(root, {"c": 1})
+    return standing(run, recipe(), stream.state(), stream.past, 99).step

@@ -18,6 +18,7 @@ from small_corpora import (
 from data.corpus import open_corpus, read_manifest
 from data.documents import Document
 from data.ledger import batch_hash, in_batch_order
+from data.order import order_seed, splitmix64
 from data.stream import own_positions
 from data.tokenizer import byte_tokenizer, train_bpe
 from data.windows import IGNORED
@@ -124,6 +125,28 @@ def test_every_window_comes_once_per_epoch_and_epochs_differ(root):
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(row)
     assert epochs[0] != epochs[1]
+
+
+def test_shifted_windows_cut_each_epoch_at_other_places(tmp_path):
+    write_corpus(tmp_path / "c", [counting_document(16 * 41)], vocab_size=1000)
+    stream = stream_of(tmp_path, {"c": 1}, batch=1, shift_windows=True)
+    windows = int(stream.order.num_windows[0])
+    assert windows == 40  # one is lost, whatever the shift
+    shifts = []
+    for epoch in range(6):
+        rows = all_tokens(stream, range(epoch * windows + 1, (epoch + 1) * windows + 1))
+        assert np.array_equal(np.sort(rows.ravel()), rows.min() + np.arange(16 * windows))
+        shifts.append(int(rows.min()) - 1)
+    assert len(set(shifts)) > 3
+    assert all(0 <= shift < 16 for shift in shifts)
+    seed = order_seed(stream.seed, "c", 2)
+    assert shifts[2] == int(splitmix64(seed, 7)[0]) * 16 >> 64
+    plain = stream_of(tmp_path, {"c": 1}, batch=1)
+    assert "shift_windows" in stream.state()
+    assert "shift_windows" not in plain.state()
+    write_corpus(tmp_path / "short", [counting_document(29)])
+    with pytest.raises(UserError, match="has 30 tokens to train on, a shifted window needs 32"):
+        stream_of(tmp_path, {"short": 1}, batch=1, shift_windows=True)
 
 
 def test_a_source_gets_its_share_and_keeps_its_order_beside_others(root):

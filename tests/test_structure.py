@@ -20,9 +20,11 @@ ARROWS = {
     "parallel": ("model", "recipes.schema"),
     "data": ("recipes.schema",),
     "checkpoint": ("parallel", "model", "data", "recipes.schema"),
-    "runtime": ("parallel", "model", "checkpoint", "recipes.schema", "recipes.exits"),
-    "launch": ("recipes.schema", "recipes.exits"),
-}
+    "runtime": (
+        "parallel", "model", "checkpoint", "recipes.schema", "recipes.exits", "recipes.redaction",
+    ),
+    "launch": ("recipes.schema", "recipes.exits", "recipes.redaction"),
+}  # fmt: skip
 
 MOST_LINES, MOST_FUNCTION_LINES = 500, 100
 

@@ -95,6 +95,28 @@ def test_every_layout_trains_on_the_same_batches(trained):
     assert len({tuple(case["hash"]) for case in trained.values()}) == 1
 
 
+def test_the_fullest_rank_allocates_what_show_says_of_the_optimizer(trained):
+    for name, case in trained.items():
+        held = max(rank["optimizer"] for rank in case["memory"])
+        shown = case["memory"][0]["shown"]
+        assert shown <= held <= 1.01 * shown, (name, held, shown)  # above it: padding
+
+
+def test_autograd_keeps_what_the_dry_run_says_at_most(trained):
+    """Of cases in fp32 without recomputation: a CPU without bf16 units keeps fp32 copies, and what
+    a block keeps when it runs again is not seen. A stage in the middle has no ends, but they count.
+    """
+    seen = 0
+    for name, case in trained.items():
+        if parse(name).precision == "bf16" or parse(name).recompute != "none":
+            continue
+        for rank in case["memory"]:
+            most = rank["activations"] + rank["loss"]
+            assert 0.85 * rank["activations"] <= rank["kept"] <= most, (name, rank)
+            seen += 1
+    assert seen >= 4
+
+
 def test_a_clipped_sgd_update_has_the_norm_of_the_clip_in_every_layout(trained):
     for name, case in trained.items():
         rounding = 1e-4 if parse(name).precision == "fp32" else 2e-3  # of bf16 weights

@@ -24,7 +24,7 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module", params=[16, 64])
+@pytest.fixture(scope="module", params=[(16, False), (64, False), (32, True)])
 def stream(root, request):
     """Everything at once: two sources, stages, skips of each kind, several epochs of code."""
     mask = {"source": "code", "documents": (3, 60), "steps": (10, 30)}
@@ -36,7 +36,8 @@ def stream(root, request):
         root,
         sources,
         batch=[[0, 16 * 16], [30, 32 * 16], [45, 64 * 16]],
-        window_tokens=request.param,
+        window_tokens=request.param[0],
+        shift_windows=request.param[1],
         skip=Skip(advance=[(5, 9), (33, 34)], no_update=[(12, 14)], mask=(mask,)),
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -259,3 +261,22 @@ def test_ranks_that_beat_and_end_well_are_left_alone(tmp_path):
     assert exit_status(ends) == 0
     assert not any("hung" in log for log in logs)
     assert [(end.phase, end.step) for end in ends] == [("save", 7)] * 2
+
+
+def test_ranks_that_have_not_begun_to_train_get_little_time_to_end(tmp_path, monkeypatch):
+    """A rank may wait for others in C, where it hears no signal; nothing is lost with it."""
+    monkeypatch.setattr("launch.ranks.START_GRACE_S", 0.2)
+    deaf = (
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "pathlib.Path('ready').touch(); time.sleep(1000)"
+    )
+    environments = [environment(RANK="0")]
+    command = [sys.executable, "-c", deaf]
+    ranks = Ranks(command, environments, tmp_path, lambda *_: None, limits=Watch())
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    ranks.stop(signal.SIGTERM)
+    ranks.stop(signal.SIGTERM)  # the same request by another way
+    [end] = ranks.wait()
+    assert (end.status, end.was_stopped, end.phase) == (-9, True, "start")
+    assert exit_status([end], signal.SIGTERM) == 75

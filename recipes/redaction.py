@@ -1,0 +1,117 @@
+"""Takes secrets out of whatever is written down or sent: values of secret names, tokens, URLs.
+
+    redact(text) -> text                  lines of YAML, JSON, shell, tracebacks, command lines
+    redacted(value) -> value              nested plain values
+    secret_values(environ) -> values      what variables with secret names hold, wherever it stands
+
+The one rule: it errs on the side of hiding, and what is hidden leaves no part of itself. A name is
+judged by its words: `WANDB_API_KEY` and `--hf-token` are secret, `tokens` and `eos_token` are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MASK = "***"
+# Shorter values of variables would be found inside innocent words.
+SHORTEST = 6
+WORDS = {
+    "token", "secret", "secrets", "password", "passwd", "passphrase", "credential",
+    "credentials", "apikey", "accesskey", "privatekey", "authtoken", "auth", "authorization",
+    "bearer", "cookie", "private",
+}  # fmt: skip
+KEYS = {"api", "access", "private", "secret", "signing", "encryption", "ssh", "account"}  # ..._key
+# Tokens of a text, not of a service.
+OF_TEXT = {
+    "bos", "eos", "pad", "unk", "sep", "cls", "mask", "special", "next", "per", "added", "end",
+}  # fmt: skip
+# Formats that services document: GitHub, GitLab, Hugging Face, OpenAI and Anthropic, AWS, Google,
+# Slack, npm, PyPI, JSON web tokens.
+TOKENS = re.compile(
+    r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}"
+    r"|sk-[\w-]{16,}|A(?:KI|SI)A[0-9A-Z]{16}|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}|npm_\w{30,}"
+    r"|pypi-[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+USER_INFO = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/?#@'\"]+@")
+PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+)
+BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+ASSIGNED = re.compile(
+    r"""(?P<name>[A-Za-z_][\w.-]*)(?P<mark>["']?[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S))"""
+    r"""(?P<value>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;&}\]]+)"""
+)
+EMPTY = ("", '""', "''", "null", "None", "~", "true", "false", "True", "False")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether what goes by this name may be a secret."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
+    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
+    for previous, word in itertools.pairwise(["", *words]):
+        if word in WORDS and not (word == "token" and previous in OF_TEXT):
+            return True
+        if word == "key" and previous in KEYS:
+            return True
+    return False
+
+
+def redact(text: str, known: Iterable[str] = ()) -> str:
+    """`text` without secrets; `known` are values that are secret whatever stands around them."""
+    for value in sorted(known, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    text = PRIVATE_KEY.sub(MASK, text)
+    text = USER_INFO.sub(rf"\g<1>{MASK}@", text)
+    text = TOKENS.sub(MASK, text)
+    text = BEARER.sub(rf"\g<1> {MASK}", text)
+    return ASSIGNED.sub(_assigned, text)
+
+
+def _assigned(found: re.Match) -> str:
+    name, mark, value = found["name"], found["mark"], found["value"]
+    # A blank gives a value only to an option: `--token abc`, but not "the token was refused".
+    is_option = found.string[max(0, found.start() - 2) : found.start()] == "--"
+    if not looks_secret(name) or value in EMPTY or (mark.isspace() and not is_option):
+        # The value may itself be the name of another: "--env=API_KEY=abc".
+        return name + mark + (ASSIGNED.sub(_assigned, value) if value not in EMPTY else value)
+    quote = value[0] if value[0] in "\"'" else '"' if ":" in mark else ""
+    return f"{name}{mark}{quote}{MASK}{quote}"
+
+
+def redacted(value: Any, known: Iterable[str] = ()) -> Any:
+    """Nested plain values without secrets: texts, and whatever goes by a secret name."""
+    if isinstance(value, str):
+        return redact(value, known)
+    if isinstance(value, Mapping):
+        return {
+            redact(str(name), known): MASK
+            if looks_secret(str(name)) and item not in (None, "", (), [], True, False)
+            else redacted(item, known)
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [redacted(item, known) for item in _options(value)]
+    return value
+
+
+def _options(words: Iterable[Any]) -> list[Any]:
+    """The words of a command line; the one after an option with a secret name is masked."""
+    found: list[Any] = []
+    for word in words:
+        before = found[-1] if found else None
+        is_value = isinstance(before, str) and isinstance(word, str) and before.startswith("-")
+        is_value = is_value and "=" not in before and not word.startswith("-")
+        found.append(MASK if is_value and looks_secret(before) else word)
+    return found
+
+
+def secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Values of variables whose names look secret, to be hidden wherever they stand."""
+    return [
+        value
+        for name, value in environ.items()
+        if looks_secret(name) and len(value) >= SHORTEST and value not in EMPTY
+    ]

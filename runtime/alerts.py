@@ -1,0 +1,101 @@
+"""Tells people what they should know now: an event, a line on the console, and a command.
+
+    alert = Alerts(...)    alert("rewound", "tiny: step 120: ...", step=120)
+
+The one rule: telling never harms the run. The command has a fixed argv and no shell, it runs beside
+training under a time limit, one at a time, and its failure is an event. The text comes by its
+standard input and environment, which holds nothing else of the run's; no secret is ever in it.
+Units: seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recipes.redaction import redacted, secret_values
+from recipes.schema import Alerts as Knobs
+
+# What a program needs to start; nothing that could be a key.
+PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE")
+MOST_WAITING = 32
+LONGEST_TEXT = 2000
+
+
+class Alerts:
+    """Tells about one run. `event(kind, **fields)` writes a line of events.jsonl."""
+
+    def __init__(
+        self, run: str, knobs: Knobs, event: Callable[..., None], say: Callable[[str], None]
+    ):
+        self.run, self.knobs, self.event, self.say = run, knobs, event, say
+        self._waiting: queue.Queue = queue.Queue(MOST_WAITING)
+        self._worker: threading.Thread | None = None
+
+    def __call__(self, kind: str, text: str, **facts: Any) -> None:
+        """One event of this kind, one line, and the command if there is one; returns at once."""
+        known = secret_values(os.environ)
+        text = redacted(text, known)[:LONGEST_TEXT]
+        facts = redacted(facts, known)
+        self.event(kind, text=text, **facts)
+        self.say(f"alert: {text}")
+        if not self.knobs.command:
+            return
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="alerts", daemon=True)
+            self._worker.start()
+        try:
+            self._waiting.put_nowait((kind, text, facts))
+        except queue.Full:
+            self.event("alert_failed", alert=kind, reason=f"{MOST_WAITING} alerts wait already")
+
+    def close(self) -> None:
+        """Wait until all have been told, or the time limit is over."""
+        if self._worker is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(None)
+            self._worker.join(self.knobs.timeout_s + 1)
+            self._worker = None
+
+    def _work(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            reason = tell(self.knobs, self.run, *waiting)
+            if reason:
+                self.event("alert_failed", alert=waiting[0], reason=reason)
+
+
+def tell(knobs: Knobs, run: str, kind: str, text: str, facts: Mapping[str, Any]) -> str | None:
+    """Run the command for one alert; why that failed, or None."""
+    environment = {name: os.environ[name] for name in PASSED if name in os.environ}
+    environment |= {"ALERT_RUN": run, "ALERT_KIND": kind, "ALERT_TEXT": text}
+    lines = [text, "", *(f"{name}: {value}" for name, value in facts.items())]
+    try:
+        process = subprocess.Popen(
+            list(knobs.command),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that its own children end with it
+        )
+    except (OSError, ValueError) as error:
+        return f"{knobs.command[0]}: {error}"
+    try:
+        process.communicate("\n".join(lines).encode() + b"\n", timeout=knobs.timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"{knobs.command[0]} did not end within {knobs.timeout_s} s and was killed"
+    except OSError as error:
+        process.wait()
+        return f"{knobs.command[0]}: {error}"
+    if process.returncode:
+        return f"{knobs.command[0]} ended with status {process.returncode}"
+    return None
