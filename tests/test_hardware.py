@@ -350,7 +350,7 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     assert {reading["host"] for reading in readings} == {host}
     assert readings[0]["throttle_names"] == ["power cap"]
     assert all(len(times["own_s"]) == 2 for times in read_lines(run / "ranks.jsonl"))
-    board = EventAccumulator(str(run / "tensorboard" / "segment0"))
+    board = EventAccumulator(str(next((run / "tensorboard").iterdir())))
     board.Reload()
     tags = set(board.Tags()["scalars"])
     for index in (0, 1):

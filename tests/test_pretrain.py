@@ -46,6 +46,7 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
         "environment.json",
         "metrics.jsonl",
         "events.jsonl",
+        "lease",
         "ledger",
         "tensorboard",
         "history.jsonl",
