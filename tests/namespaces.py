@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import select
 import shutil
 import signal
 import struct
@@ -66,7 +67,7 @@ class Hosts:
         self._bridge = f"pt{net}br"
         self._daemons: dict[int, subprocess.Popen] = {}
         self._servers: dict[int, list[str]] = {}
-        self._cables: list[int] = []
+        self._cables: list[SlowCable] = []
 
     def address(self, number: int) -> str:
         """IP address of host `number` (from 1)."""
@@ -144,9 +145,7 @@ class Hosts:
         ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", inner)
         ip("-n", space, "link", "set", inner, "up")
         ip("link", "set", tap, "master", self._bridge, "up")
-        for source, target in ((outer, inside), (inside, outer)):
-            threading.Thread(target=shuttle, args=(source, target, mib_per_s), daemon=True).start()
-        self._cables += [outer, inside]
+        self._cables.append(SlowCable(outer, inside, mib_per_s))
 
     def start_server(self, number: int) -> None:
         """Start the ssh server of a host, of which nothing is left."""
@@ -214,7 +213,7 @@ class Hosts:
         """Take everything down."""
         self.stop_ssh()
         for cable in self._cables:
-            os.close(cable)
+            cable.close()
         self._cables.clear()
         for number, space in enumerate(self._spaces, start=1):
             for pid in self.processes(number):  # what a failed test left running
@@ -237,18 +236,45 @@ def tap_device(name: str) -> int:
     return file
 
 
-def shuttle(source: int, target: int, mib_per_s: float) -> None:
-    """Pass frames on, no faster than so much."""
-    free_at = time.monotonic()
-    while True:
-        try:
-            frame = os.read(source, 65536)
-            free_at = max(free_at, time.monotonic()) + len(frame) / (mib_per_s * 2**20)
-            while (left := free_at - time.monotonic()) > 0.001:
-                time.sleep(left)
-            os.write(target, frame)
-        except OSError:
-            return
+class SlowCable:
+    """Passes frames between two taps, no faster than so much, until it is closed.
+
+    Its threads end before the files are closed: one left behind would read and write whatever gets
+    the same numbers next, such as the output of another test's process.
+    """
+
+    def __init__(self, outer: int, inside: int, mib_per_s: float):
+        self._ends, self._is_over = (outer, inside), threading.Event()
+        ways = ((outer, inside), (inside, outer))
+        self._threads = [
+            threading.Thread(target=self._carry, args=(*way, mib_per_s), daemon=True)
+            for way in ways
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            os.close(end)
+
+    def _carry(self, source: int, target: int, mib_per_s: float) -> None:
+        free_at = time.monotonic()
+        arrived = select.poll()
+        arrived.register(source, select.POLLIN)
+        while not self._is_over.is_set():
+            if not arrived.poll(200):
+                continue
+            try:
+                frame = os.read(source, 65536)
+                free_at = max(free_at, time.monotonic()) + len(frame) / (mib_per_s * 2**20)
+                while (left := free_at - time.monotonic()) > 0.001:
+                    time.sleep(left)
+                os.write(target, frame)
+            except OSError:  # the interface is gone
+                return
 
 
 def ip(*words: str) -> None:
