@@ -201,8 +201,8 @@ audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, D
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
 	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"
 
-test: $(READY) ## the whole test suite
-	@exec "$(PYTHON)" -m pytest $(TESTS)
+test: $(READY) ## the whole test suite, two files at a time
+	@exec "$(PYTHON)" -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: $(READY) ## ruff check and format check
 	@"$(PYTHON)" -m ruff check . && "$(PYTHON)" -m ruff format --check .
