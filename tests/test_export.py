@@ -307,7 +307,7 @@ def test_a_folder_imported_and_exported_again_is_equal_tensor_by_tensor(tmp_path
         for name, s in weights.shapes.items()
     ]
     recipe = {"model": weights.model, "seq_len": 64}
-    assert save(tmp_path / "run", 0, fragments, {"step": 0, "recipe": recipe}, Alone()).ok
+    assert save(tmp_path / "run", 1, fragments, {"step": 1, "recipe": recipe}, Alone()).ok
     export(tmp_path / "run", tmp_path / "out", dtype="fp32")
     before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("folder", "out"))
     assert before.keys() == after.keys()

@@ -157,7 +157,8 @@ def test_the_clock_of_a_rank_stands_still_while_others_have_its_core():
         pytest.skip("this system does not tell how long a thread waits for a core")
     began, began_own = time.perf_counter(), now()
     time.sleep(0.05)
-    assert 0.05 <= now() - began_own <= time.perf_counter() - began + 1e-3
+    # What it waited for a core just before may be charged after.
+    assert 0.04 <= now() - began_own <= time.perf_counter() - began + 1e-3
 
 
 # ---- the board and who collects from it

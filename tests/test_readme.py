@@ -16,8 +16,9 @@ from ranks import ROOT, run_command
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-# What CI runs itself (`make test`), what starts a server, what test_sweep.py runs on less.
+# What CI runs itself (`make test`), what starts a server, what another file runs on less.
 ELSEWHERE = {"make test", "make tensorboard"}
+ELSEWHERE |= {command for command in COMMANDS if "replay" in command}  # test_spikes.py
 ELSEWHERE |= {command for command in COMMANDS if "SWEEP=" in command}
 # Enough of a run to see that it starts, trains and ends.
 SHORT = "stop_after=2 eval_tokens=0"

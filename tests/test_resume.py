@@ -310,7 +310,7 @@ def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path
     mount.mkdir(parents=True)
     (mount.parent / "recipe.yaml").write_text("")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], check=False
+        ["mount", "-t", "tmpfs", "-o", "size=3m,mode=755", "tmpfs", str(mount)], check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs needs root")
