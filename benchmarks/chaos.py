@@ -102,9 +102,15 @@ class Bed:
             time.sleep(0.05)
 
     def rank_process(self, rank: int) -> int:
-        """Process of a rank of the newest life."""
-        log = (self.run / "logs" / f"rank-{rank:05d}.log").read_text(errors="replace")
-        return int(re.findall(r"^== rank \d+, process (\d+)", log, re.MULTILINE)[-1])
+        """Process of a rank. (A rank that says nothing has no log yet to look it up in.)"""
+        for number in range(1, len(EVERYBODY) + 1):
+            for pid in self.hosts.processes(number):
+                with contextlib.suppress(OSError):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if words[1:2] == [b"pretrain.py"] and f"RANK={rank}".encode() in variables:
+                        return pid
+        raise AssertionError(f"no process of rank {rank}")
 
     def agent_process(self, number: int) -> int:
         """The agent with ranks on a host."""
