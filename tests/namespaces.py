@@ -195,8 +195,13 @@ class Hosts:
     def stop_ssh(self) -> None:
         """End the servers; connections that are open stay."""
         for daemon in self._daemons.values():
+            daemon.send_signal(signal.SIGCONT)  # a host may have been made to stand still
             daemon.send_signal(signal.SIGTERM)
-            daemon.wait(timeout=10)
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
         self._daemons.clear()
 
     def _await_servers(self, config: Path) -> None:
