@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.manifest import run_folder
+from checkpoint.manifest import folder_with_checkpoints
 from checkpoint.weights import RunWeights, check_names, find_tokenizer
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
@@ -249,7 +249,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokenizer", type=Path, help="default: that of the run's corpus")
     parser.add_argument("--no-check", action="store_true", help="do not load it and compare logits")
     options = parser.parse_args(arguments)
-    run = run_folder(options.run)
+    run = folder_with_checkpoints(options.run)
     try:
         if run is None:
             raise UserError(f"{options.run}: no run with checkpoints here or under runs/")

@@ -72,7 +72,9 @@ def run_folder(name: str, root: Path) -> Path:
     for path in (Path(name), root / "runs" / name):
         if name and (path / MARK).is_file():
             return path.resolve()
-    raise UserError(f"RUN={name}: no run here or under runs/")
+    known = sorted(path.parent.name for path in (root / "runs").glob(f"*/{MARK}"))
+    there = f"; there are: {', '.join(known[:20])}" if known else ", which is empty"
+    raise UserError(f"RUN={name}: no run here or under runs/{there}")
 
 
 def read(folder: Path) -> list[Line]:

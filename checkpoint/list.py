@@ -20,7 +20,7 @@ from typing import Any
 from checkpoint.blocks import Damaged
 from checkpoint.choose import best, verify
 from checkpoint.lineage import lineage_of
-from checkpoint.manifest import NAME, all_committed, read_manifest, run_folder
+from checkpoint.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
 from recipes.schema import UserError
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="checkpoint.list", description="checkpoints of a run")
     parser.add_argument("run", help="run folder, or its name under runs/")
     name = parser.parse_args(arguments).run
-    run = run_folder(name)
+    run = folder_with_checkpoints(name)
     if run is None:
         print(f"{name}: no run with checkpoints here or under runs/", file=sys.stderr)
         return 2

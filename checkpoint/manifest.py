@@ -170,8 +170,9 @@ def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
     )
 
 
-def run_folder(name: str) -> Path | None:
-    """The folder of a run given by path or by name."""
+def folder_with_checkpoints(name: str) -> Path | None:
+    """A folder given by path or by its name under runs/; it may have been copied without the rest
+    of its run, so `lineage.run_folder` asks for more."""
     for path in (Path(name), Path("runs") / name):
         if (path / "checkpoints").is_dir():
             return path

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from checkpoint.export import export
-from checkpoint.manifest import run_folder
+from checkpoint.manifest import folder_with_checkpoints
 from checkpoint.weights import RunWeights, find_tokenizer
 from recipes.schema import UserError
 
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
         if (folder / "config.json").is_file():
             print(sample(folder, options.prompt, **settings))
             return 0
-        run = run_folder(options.run)
+        run = folder_with_checkpoints(options.run)
         if run is None:
             raise UserError(
                 f"{options.run}: neither a run with checkpoints here or under runs/, nor a Hugging"

@@ -10,7 +10,7 @@ import sys
 import time
 
 from checkpoint.choose import DEPTHS, unnamed, verify
-from checkpoint.manifest import committed, run_folder
+from checkpoint.manifest import committed, folder_with_checkpoints
 
 
 def main(arguments: list[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--step", type=int, help="only this step; without it all")
     parser.add_argument("--depth", choices=DEPTHS, default="full")
     options = parser.parse_args(arguments)
-    run = run_folder(options.run)
+    run = folder_with_checkpoints(options.run)
     found = [] if run is None else committed(run / "checkpoints")
     if options.step is not None:
         found = [(step, folder) for step, folder in found if step == options.step]

@@ -15,13 +15,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from checkpoint.lineage import run_folder
 from recipes.command import refuse
 from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError, as_float
 from recipes.table import table
 from runtime import goodput, status
 from runtime.events import chosen, follow
-from runtime.presence import existing
 from runtime.records import EVENTS, read_events
 from runtime.stop import stop
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mtbf", default="", help="goodput: hours between two failures")
     options = parser.parse_args(arguments)
     try:
-        return VERBS[options.verb](existing(options.run), options)
+        return VERBS[options.verb](run_folder(options.run, Path()), options)
     except UserError as error:
         return refuse(error)
     except BrokenPipeError:  # `make events | head`

@@ -1,4 +1,4 @@
-"""Which run is meant, whether it lives now, and what its first rank is doing.
+"""Whether a run lives now, and what its first rank is doing.
 
 The one rule: a run lives where somebody holds its lock; where locks do not reach another host, a
 recent sign of life counts. For the verbs that look at a run from outside; imports no torch.
@@ -14,22 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import UserError
 from runtime.heartbeat import SHOWN, SHOWN_EVERY_S
 
 LOCK = ".lock"
 # Of a rank on a host that shares no locks with this one.
 FRESH_S = 12 * SHOWN_EVERY_S
-
-
-def existing(name: str) -> Path:
-    """The folder of a run, given by its name under runs/ or by its path. Raises UserError."""
-    for folder in (Path("runs") / name, Path(name)):
-        if (folder / "recipe.yaml").is_file():
-            return folder
-    known = sorted(path.parent.name for path in Path("runs").glob("*/recipe.yaml"))
-    there = f"; there are: {', '.join(known[:20])}" if known else ", which is empty"
-    raise UserError(f"RUN={name}: there is no such run under runs/{there}")
 
 
 def is_living(folder: Path) -> bool:
