@@ -34,7 +34,7 @@ from launch.hostfile import MOST_SLOTS, ranks_per_host
 from launch.judge import Need
 from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, wanted_port
-from launch.screen import Screen
+from launch.screen import Screen, write
 from launch.slurm import requeued
 from launch.spares import SpareWatch
 from launch.start import Asked, Lived
@@ -213,7 +213,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
 
 def say(line: str) -> None:
     """A line of the launcher's own."""
-    print(line, flush=True)
+    write(sys.stdout, line + "\n")
 
 
 def refuse_split_groups(recipe: Recipe, per_host: int) -> None:

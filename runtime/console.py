@@ -89,7 +89,7 @@ class Console:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except BrokenPipeError:  # who read it has gone: the run goes on without them
+        except OSError:  # who read it, or the terminal, has gone: the run goes on without them
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _draw(self, text: str, is_skipped: bool) -> None:
