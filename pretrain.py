@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Run:
-    """What one rank needs for the loop. `first_step` is the next update."""
+    """What one rank needs for the loop."""
 
     recipe: Recipe
     settled: Settled
@@ -147,18 +147,23 @@ def prepare(arguments: list[str]) -> Run | None:
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled)
     lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
-    if me.is_first:
-        HEART.show_in(folder)
-    draw = None if stands.step else origin.draw if origin else initial
-    engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
-    run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
-        None, label, stands.changes, [*warnings, *notes], counter,
-    )  # fmt: skip
-    if stands.step:
-        restore(run)
-    saver.segment = enter_segment(run)
+    try:
+        if me.is_first:
+            HEART.show_in(folder)
+        draw = None if stands.step else origin.draw if origin else initial
+        engine = build(recipe, layout, settled.config, me, draw)
+        saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
+        run = Run(
+            recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
+            None, label, stands.changes, [*warnings, *notes], counter,
+        )  # fmt: skip
+        if stands.step:
+            restore(run)
+        saver.segment = enter_segment(run)
+    except BaseException:
+        if lease:
+            lease.release()  # no other host is to wait for a life that trained nothing
+        raise
     return run
 
 
@@ -220,10 +225,11 @@ def enter_segment(run: Run) -> int:
 
 def train(run: Run) -> int:
     """The loop, and the cause on record where it does not reach its end; the exit status."""
-    record = open_record(run) if run.process.is_first else None
-    if record:
-        run.saver.tell = record.tell
+    record = None
     try:
+        if run.process.is_first:
+            record = open_record(run)
+            run.saver.tell, run.saver.sync_record = record.tell, record.sync
         with run.saver:  # what is in flight ends first
             return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:

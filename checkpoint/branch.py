@@ -26,6 +26,7 @@ from pathlib import Path
 
 from checkpoint import history
 from checkpoint.choose import verify
+from checkpoint.durable import sync_folder, sync_tree
 from checkpoint.lineage import MARK, Line, Lineage, lineage, read, run_folder
 from checkpoint.manifest import committed, read_manifest
 from checkpoint.resume import Change, check_resume
@@ -166,7 +167,9 @@ def branch(
         history.overrides(new, changes, target.step)
         place = {"segment": target.segment, "step": target.step, "to": folder.name}
         history.append(parent, {"kind": "branch", **place, **facts})
+        sync_tree(new)
         os.rename(new, folder)
+        sync_folder(folder.parent)
     except OSError as error:
         raise UserError(f"TO={folder.name}: {error.filename}: {error.strerror}") from None
     finally:

@@ -263,6 +263,10 @@ class MetricsWriter:
         if self._events is not None:
             self._events.scalars(step, fields)
 
+    def sync(self) -> None:
+        """Make all lines of steps durable. May be called beside `step`, from another thread."""
+        os.fsync(self._file.fileno())
+
     def finish(self, is_success: bool = True) -> dict[str, Any]:
         """The last call: write the result metrics, close everything, return the summary."""
         result = summary(self.folder, self.segment)

@@ -37,9 +37,10 @@ from runtime.settle import Settled
 from runtime.speed import peak_flops
 
 
-class Closable(Protocol):
-    """The ledger, as far as it is used here."""
+class Ledger(Protocol):
+    """`data.ledger.Ledger`, as far as it is used here."""
 
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -64,7 +65,7 @@ class Record:
         recipe: Recipe,
         settled: Settled,
         process: Process,
-        ledger: Closable,
+        ledger: Ledger,
         tokens_after: Callable[[int], int],
         after_step: int,
         segment: int,
@@ -121,6 +122,12 @@ class Record:
             communication_bytes=finished.communication_bytes,
         )
         self.console.step(line)
+
+    def sync(self) -> None:
+        """Make durable what was written of steps: it must outlive a power cut that a checkpoint of
+        a later step outlives."""
+        self.writer.sync()
+        self.ledger.sync()
 
     def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""

@@ -82,6 +82,7 @@ class Saver:
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
         self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
+        self.sync_record: Callable[[], None] = lambda: None  # rank 0: before a checkpoint exists
         self.pace = None
         if self.wanted.interval == "auto":
             self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
@@ -287,6 +288,7 @@ class Saver:
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
             fence=self.lease,
             verify=self.wanted.verify,
+            sync_record=self.sync_record,
         )
         if self.background:
             self.background.begin(*arguments, since=began, **options)
