@@ -417,7 +417,7 @@ class Stream:
                 "is 0; remove the entry"
             )
         number = self.uids.index(mask.source)
-        return number, *self._train.token_range(number, mask.documents)
+        return number, *self._train.token_range(number, mask)
 
     def _is_masked_in(self, first: int, end: int) -> bool:
         """Whether a mask holds in some data step of [first, end)."""

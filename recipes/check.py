@@ -398,12 +398,20 @@ def _masks(value: Any) -> tuple[dict[str, Any], ...]:
         raise ValueError("is not a list of {source: NAME, documents: [17, 18], steps: [0, null]}")
     masks = []
     for item in value:
-        if set(item) != set(wanted):
-            raise ValueError(f"has an entry with {', '.join(map(str, item))}, not {wanted}")
-        steps = _range(item["steps"], is_open=True)
-        masks.append(
-            {"source": str(item["source"]), "documents": _range(item["documents"]), "steps": steps}
-        )
+        if set(item) - {"tokens"} != set(wanted):
+            given = ", ".join(map(str, item))
+            raise ValueError(f"has an entry with {given}, not {wanted} and, if need be, tokens")
+        mask = {"source": str(item["source"]), "documents": _range(item["documents"])}
+        mask["steps"] = _range(item["steps"], is_open=True)
+        if "tokens" in item:
+            mask["tokens"] = _range(item["tokens"], is_open=True)
+            first, end = mask["documents"]
+            if end != first + 1:
+                raise ValueError(
+                    f"has tokens of the documents [{first}, {end}]; they count from the start of"
+                    f" one, so give an entry for each, such as documents: [{first}, {first + 1}]"
+                )
+        masks.append(mask)
     return tuple(masks)
 
 

@@ -115,7 +115,8 @@ class Skip:
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
-        " by number, that give no loss in these data steps; end null = to the end of the run",
+        " by number, that give no loss in these data steps; end null = to the end of the run; with"
+        " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
     )
 
 
