@@ -30,7 +30,7 @@ import numpy as np
 from checkpoint import history
 from checkpoint.lineage import lineage, run_folder, segments
 from data.ledger import batch_hash, read_ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
 from data.trace import Piece, origins, pieces_of_step, steps_of_document
@@ -126,9 +126,11 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
     data_step = line["data_step"] if line else stream.skips.data_step(step)
     first, end = stream.sample_range(data_step)
     found = rebuilt(stream, data_step, line)
+    length = stream.schedule.length_at(data_step)
+    cut = f" cut to {length} tokens" if length < stream.seq_len else ""
     where = f"step {step}" + (f" in segment {line['segment']}" if line else "")
     print(
-        f"{run.name}, {where}: data step {data_step}, samples {first} to {end - 1},"
+        f"{run.name}, {where}: data step {data_step}, samples {first} to {end - 1}{cut},"
         f" batch hash {found}"
     )
     for other in run.recorded:
@@ -274,7 +276,7 @@ def open_run(folder: Path, segment: int | None = None) -> Audited:
     count = max(1, len(segments(lines)))
     if segment is not None and not 0 <= segment < count:
         raise UserError(f"SEGMENT={segment}: {folder.name} has the segments 0 to {count - 1}")
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
     first_recipe = at_start(lines, recipe)
     eras = {number: eras_of(lines, first_recipe, number, steps) for number in range(count)}
@@ -319,12 +321,12 @@ def eras_of(lines: list[dict], values: dict, segment: int, steps: int) -> list[E
 
 def changes_batches(key: str) -> bool:
     """Whether a knob decides what is in a step."""
-    return key in ("seq_len", "batch_tokens", "seed") or key.startswith("data.")
+    return key in ("seq_len", "seq_len_warmup", "batch_tokens", "seed") or key.startswith("data.")
 
 
 def stream_of(recipe: Recipe) -> Stream:
     """The stream of a recipe."""
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     vocabulary = recipe.model.vocab_size
     return open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
 

@@ -280,6 +280,14 @@ def _batch_tokens(value: Any) -> int | tuple[tuple[int, int], ...]:
     return _by_step(value, _positive, "[step, tokens]")
 
 
+def _seq_len_warmup(value: Any) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError("is not a list of [data step, tokens] pairs; write [[0,128],[1000,256]]")
+    return _by_step(value, _positive, "[data step, tokens]")
+
+
 def _by_step(value: Any, convert: Callable[[Any], Any], shape: str) -> tuple[tuple[int, Any], ...]:
     """A value that changes on the way, as (first step, value) pairs from step 0."""
     if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
@@ -422,6 +430,7 @@ SPECIAL: dict[str, Callable] = {
     "alerts.command": _command,
     "parallel.bounds": _bounds,
     "tokens": _tokens,
+    "seq_len_warmup": _seq_len_warmup,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,
     "checkpoint.interval": _interval,

@@ -371,6 +371,13 @@ class Recipe:
     seq_len: int = knob(
         REQUIRED, "tokens the model sees at once", unit="tokens", low=1, high=2**31 - 1
     )
+    seq_len_warmup: Any = knob(
+        None,
+        "[[data step, tokens], ...] from step 0, up to seq_len: shorter sequences first; each of"
+        " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
+        " null = none",
+        unit="tokens",
+    )
     batch_tokens: Any = knob(
         REQUIRED,
         "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
