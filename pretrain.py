@@ -36,7 +36,7 @@ from checkpoint.resume import Change
 from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
@@ -119,7 +119,7 @@ def prepare(arguments: list[str]) -> Run | None:
     process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
     folder = ROOT / "runs" / recipe.run
@@ -422,6 +422,9 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
         *describe_places(settled.layout, run.process.local_world),
     ]
+    if recipe.seq_len_warmup:
+        pieces = [f"{length} from data step {step}" for step, length in recipe.seq_len_warmup]
+        lines.append(f"sequences are cut to {', '.join(pieces)}")
     for use in run.stream.usage(settled.last_step):
         rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(

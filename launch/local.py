@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import open_stream
 from launch import bundle, network, start
 from launch.budget import Budget, Life
@@ -243,7 +243,7 @@ class Checked:
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
     recipe = compose_command(words).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)
     if recipe.log.wandb is not None:

@@ -115,7 +115,8 @@ class Skip:
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
-        " by number, that give no loss in these data steps; end null = to the end of the run",
+        " by number, that give no loss in these data steps; end null = to the end of the run; with"
+        " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
     )
 
 
@@ -369,6 +370,13 @@ class Recipe:
     )
     seq_len: int = knob(
         REQUIRED, "tokens the model sees at once", unit="tokens", low=1, high=2**31 - 1
+    )
+    seq_len_warmup: Any = knob(
+        None,
+        "[[data step, tokens], ...] from step 0, up to seq_len: shorter sequences first; each of"
+        " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
+        " null = none",
+        unit="tokens",
     )
     batch_tokens: Any = knob(
         REQUIRED,
