@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-from launch import budget, bundle, oom, start
+from launch import budget, oom, start
 from launch.budget import Budget, Life
-from launch.local import Book, goes_on
+from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
@@ -53,7 +53,7 @@ def live_through(
             book,
             Budget(lives, book.place()),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, {}, os.environ),
+            lambda why: keep(book, why, {}, os.environ),
         )
     return status, folder
 
