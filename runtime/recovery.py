@@ -131,7 +131,7 @@ def stopped(folder: Path, step: int, reason: str, judgement: Judgement, record: 
     shown = None if bundle is None else str(bundle.relative_to(folder))
     record.alert("stop", f"{folder.name}: stopped after step {step}: {reason}", step=step,
                  reason=reason, bundle=shown)  # fmt: skip
-    record.close("stopped")
+    record.close("gave_up", step=step, reason=reason)
     return (
         f"stopped after step {step}: {reason}. What a person needs is in {where}; lower optim.lr,"
         " leave out bad data (data.skip), go back by hand (make rewind), or change health.*"

@@ -116,7 +116,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "lives", "status", "causes"),
     [
-        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["refused"]),
+        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
