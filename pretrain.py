@@ -57,7 +57,7 @@ from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, data_of, read_state, standing
-from runtime.saving import Saver
+from runtime.saving import Saver, Unsaved
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
@@ -325,18 +325,19 @@ def loop(run: Run, record: Record | None) -> int:
             if ending:
                 break
     HEART.beat("end")
+    if is_saved and not ending:
+        unsaved, ending = run.saver.last(step, guard.health.as_dict(), REQUESTS.now)
+    else:
+        unsaved = run.saver.drain()
     hardware.close()
-    unsaved = run.saver.drain()
+    if unsaved and is_saved and not ending:
+        raise Unsaved(f"the last step, {step}, is trained and not saved: {unsaved}")
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         cause = ending.cause if ending else "finished"
         record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
         REQUESTS.done()
-    if ending:
-        return ending.status
-    if is_saved and unsaved:
-        raise Shared(f"the last step was not saved: {unsaved}")
-    return FINISHED
+    return ending.status if ending else FINISHED
 
 
 def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:

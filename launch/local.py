@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import json
 import os
 import signal
 import socket
@@ -25,9 +26,9 @@ from typing import Any
 
 from data.schedule import schedule_of
 from data.stream import open_stream
-from launch import bundle, network, start
+from launch import network, start
 from launch.budget import Budget, Life
-from launch.environment import passed
+from launch.environment import passed, watched
 from launch.facts import gather, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
@@ -44,6 +45,7 @@ from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
+from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
 from runtime.mirror import require_wandb
 from runtime.requests import REQUESTS, AskedEarly, forget
@@ -121,7 +123,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             book,
             Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, facts(), os.environ),
+            lambda why: keep(book, why, facts(), os.environ),
         )
 
 
@@ -197,9 +199,6 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             )
             return start.live_across(fleet.cluster, order, screen, asked)
 
-        def keep(why: str) -> Path | None:
-            return bundle.pack(book.folder, book.name(), why, fleet.facts, os.environ)
-
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
         budget = Budget(rules.lives, before(recipe, book), busy_s=2 * recipe.cluster.lost_s)
@@ -208,7 +207,26 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
         )  # fmt: skip
         with watch:
-            return supervise(mend, book, budget, asked, keep)
+            return supervise(
+                mend, book, budget, asked, lambda why: keep(book, why, fleet.facts, os.environ)
+            )
+
+
+def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """A bundle of a run that is given up; None where it has no folder, or the disk is full.
+
+    `hosts` are facts by host; variables go in by the allow-list of launch.environment.
+    """
+    variables = watched(environ).items()
+    known = {
+        "WHY.txt": f"{why}\n",
+        "hosts.json": json.dumps(hosts, indent=2, default=str) + "\n",
+        "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
+    }
+    try:
+        return write_bundle(book.folder, book.name(), known)
+    except OSError:
+        return None
 
 
 def say(line: str) -> None:

@@ -244,7 +244,9 @@ class Record:
         if isinstance(error, Fenced):  # the record is another life's now
             self.console.close()
             return
-        cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, UserError):
+            cause = "gave_up"  # it had begun, and another start would end alike
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
