@@ -27,7 +27,7 @@ from data.schedule import read_schedule
 from data.stream import open_stream
 from launch import bundle, network, start
 from launch.budget import Budget, Life
-from launch.environment import passed
+from launch.environment import NEVER, passed
 from launch.facts import gather, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
@@ -158,6 +158,12 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
     say(f"variables that go along: {names} (PASS= adds others)")
+    for name in NEVER:
+        if os.environ.get(name) and name not in place.named and place.cluster.via != "srun":
+            say(
+                f"warning: {name}={os.environ[name]} does not go along: hosts name their devices"
+                f" themselves; INCLUDE=host:0,1 chooses, PASS={name} gives it to every host"
+            )
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,

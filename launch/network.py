@@ -8,6 +8,7 @@ the user set wins. Units: seconds.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import selectors
 import socket
@@ -53,6 +54,22 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is one of this host; loopback has more than interfaces show."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+    return interface_of(address) is not None
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a name means to this host; nothing where it does not know it."""
+    try:
+        return [entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []
 
 
 def is_free(port: int) -> bool:
