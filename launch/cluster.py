@@ -215,6 +215,8 @@ class Work:
                 said = "; ".join(closed["last"][-3:])
                 why = f"the connection ended with status {closed['status']}"
                 why += f": {said}" if said else ""
+                if "No such file" in said:  # cd to the project, or its interpreter
+                    why += "; every host needs the project and its interpreter under the same path"
                 yield {"node": node, "say": "lost", "why": why, "at": time.time()}
 
     def _tell(self, message: Message) -> None:

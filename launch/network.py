@@ -13,7 +13,7 @@ import random
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -46,6 +46,24 @@ def addresses() -> dict[str, str]:
             if name in up and is_ip and not entry.address.startswith(("127.", "::1", "fe80")):
                 found[entry.address] = name
     return found
+
+
+def missing_interfaces(environ: Mapping[str, str], has_gpus: bool) -> list[str]:
+    """`variable=value` where gloo, or NCCL where it is used, is told of an interface that this host
+    does not have."""
+    here = set(psutil.net_if_stats())
+    gloo = environ.get("GLOO_SOCKET_IFNAME", "")
+    nccl = environ.get("NCCL_SOCKET_IFNAME", "") if has_gpus else ""
+    wrong = []
+    if gloo and not set(gloo.split(",")) <= here:
+        wrong.append(f"GLOO_SOCKET_IFNAME={gloo}")
+    # NCCL takes beginnings of names: `=` before the list asks for whole ones, `^` for all others.
+    wanted = nccl.removeprefix("=").split(",")
+    is_whole = nccl.startswith("=")
+    fits = [w for w in wanted for name in here if (name == w if is_whole else name.startswith(w))]
+    if nccl and not nccl.startswith("^") and not fits:
+        wrong.append(f"NCCL_SOCKET_IFNAME={nccl}")
+    return [f"{one}, but the interfaces are {', '.join(sorted(here))}" for one in wrong]
 
 
 def interface_of(address: str) -> str | None:
