@@ -119,7 +119,9 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
             chosen.append(replace(host, slots=len(slots), devices=tuple(sorted(slots))))
     if not chosen:
         which = f"INCLUDE={include}" if include else f"EXCLUDE={exclude}"
-        raise UserError(f"{which} leaves none of the hosts ({names([host.name for host in hosts])})")
+        raise UserError(
+            f"{which} leaves none of the hosts ({names([host.name for host in hosts])})"
+        )
     return chosen
 
 

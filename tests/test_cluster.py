@@ -366,6 +366,10 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert len(caught.value.problems) == 2
     assert caught.value.problems[1].startswith("host-b: the connection ended with status 255")
     assert "No route" in caught.value.problems[1]
+    assert "same path" not in caught.value.problems[1]
+    path.write_text("#!/bin/sh\necho 'sh: 1: cd: cannot cd to /p' >&2\nexit 2\n")
+    with pytest.raises(UserError, match=r"cannot cd to /p; every host needs .* the same path"):
+        preflight(cluster, Inspection(Need(), {}), print)
 
 
 def test_preflight_finds_the_way_and_leaves_nothing(cluster, ssh):

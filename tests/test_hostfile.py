@@ -90,10 +90,11 @@ def test_include_and_exclude_choose_hosts_and_slots():
 
 
 def test_names_are_compared_as_dns_does_and_ipv6_addresses_have_colons():
-    with pytest.raises(UserError, match="NODE1.Here. is in line 1 already"):
+    with pytest.raises(UserError, match=r"NODE1\.Here\. is in line 1 already"):
         parse("node1.here slots=1\nNODE1.Here. slots=1\n", "hosts")
     hosts = [Host("Node1", 2), Host("fd00::2", 4), Host("fd00::2:1", 4)]
-    assert choose(hosts, include="node1@FD00::2:1,3") == [Host("Node1", 2), Host("fd00::2", 2, (1, 3))]
+    two = [Host("Node1", 2), Host("fd00::2", 2, (1, 3))]
+    assert choose(hosts, include="node1@FD00::2:1,3") == two
     assert choose(hosts, include="fd00::2:1") == [Host("fd00::2:1", 4)]
     with pytest.raises(UserError, match=r"'fd00::3' is not one of the hosts \(Node1, fd00::2"):
         choose(hosts, include="fd00::3")
