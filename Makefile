@@ -73,7 +73,8 @@ LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-export PYTHONPATH := $(CURDIR)
+# An interpreter of your own comes with your PYTHONPATH (modules of a cluster); .venv has all it needs.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHON),$(if $(PYTHONPATH),:$(value PYTHONPATH)))
 # Read as they were typed: make looks for no $ in them, and the shell that it starts sees them as
 # variables, so no brace, quote, * or ; in them is ever its own. Python splits OVERRIDES by the
 # shell's rules for quotes and blanks.
@@ -100,6 +101,8 @@ help: ## this list
 	@python3 launch/setup.py .venv
 
 python-given: launch/setup.py
+	@command -v "$(PYTHON)" >/dev/null || { echo "refused: PYTHON=$(PYTHON): no such program; leave it" \
+	  "out to have a virtual environment made in .venv" >&2; exit 93; }
 	@"$(PYTHON)" launch/setup.py --check
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)

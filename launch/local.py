@@ -28,7 +28,7 @@ from data.schedule import schedule_of
 from data.stream import open_stream
 from launch import network, start
 from launch.budget import Budget, Life
-from launch.environment import passed, watched
+from launch.environment import left_here, passed, watched
 from launch.facts import gather, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
@@ -103,6 +103,8 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
+    if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
+        raise UserError(*(f"{line}; unset it" for line in wrong))
     recipe = check(words, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
@@ -160,6 +162,9 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
     say(f"variables that go along: {names} (PASS= adds others)")
+    if place.cluster.via != "srun":  # which takes all variables along
+        for line in left_here(os.environ, place.named):
+            say(f"warning: {line}")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,

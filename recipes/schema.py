@@ -209,7 +209,10 @@ class Cluster:
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
     )
     threads: int | None = knob(
-        None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
+        None,
+        "CPU threads per rank; null = OMP_NUM_THREADS, else cores / ranks on this host",
+        low=1,
+        high=1024,
     )
     mtbf_hours: float | None = knob(
         None,

@@ -63,7 +63,7 @@ SERIES = {
     "accumulation": ("progress/accumulation", "micro-batches per rank and step"),
     "skipped_steps": (
         "progress/skipped_steps",
-        "steps so far whose update was skipped (non-finite)",
+        "steps so far that did not move the weights",
     ),
     "life": ("progress/life", "process start that trained the step: it rises at each restart"),
     "tokens_per_s": ("throughput/tokens_per_s", "all ranks; evaluation and saves excluded"),
