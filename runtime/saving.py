@@ -32,6 +32,7 @@ from checkpoint.state import RunState, random_states
 from recipes.schema import Recipe, Shared
 from runtime import run_folder
 from runtime.engine import Engine
+from runtime.heartbeat import HEART
 from runtime.process import Process
 from runtime.settle import Settled
 
@@ -155,6 +156,7 @@ class Saver:
         ranks come to alike. Why the newest save is not there; None: it is, or there was none.
         """
         while self.background:
+            HEART.beat("end")  # not the phase in which the end was found: a save may take longer
             doing = self._wait()
             answers = self.ranks.exchange((doing, self.background.idle_s), "end of saves")
             still = {rank: doing for rank, (doing, _) in enumerate(answers) if doing}
@@ -173,6 +175,7 @@ class Saver:
         ever, by what one of them raises alone a little.
         """
         if self.background and self.background.in_flight is not None:
+            HEART.beat("end")
             rest_s = self.wanted.stuck_s - self.background.age_s
             try:
                 self._take(rest_s if isinstance(error, Shared) else min(rest_s, GRACE_S))
