@@ -42,6 +42,7 @@ from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
+from recipes.output import make_lossy
 from recipes.schema import Recipe, Shared, UserError
 from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
@@ -343,6 +344,7 @@ def loop(run: Run, record: Record | None) -> int:
 def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
     """End this life after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
+    HEART.beat("end")
     run.saver.drain()  # it may be what is gone back to
     process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
     raise Rewound
@@ -437,6 +439,7 @@ def banner(run: Run) -> list[str]:
 
 
 if __name__ == "__main__":
+    make_lossy()
     sys.excepthook = process.print_without_secrets
     HEART.begin()
     REQUESTS.listen()

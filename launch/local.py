@@ -43,6 +43,7 @@ from launch.supervise import Start, supervise
 from recipes.command import add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
+from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.bundle import write_bundle
@@ -282,5 +283,6 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
 
 
 if __name__ == "__main__":
+    make_lossy()
     REQUESTS.listen()
     sys.exit(main(sys.argv[1:]))
