@@ -153,6 +153,7 @@ class Record:
             else:
                 facts = {"step": step, **one.facts}
                 if one.kind == "notice" or one.is_quiet:
+                    facts |= {"is_quiet": True} if one.is_quiet else {}
                     self.writer.event(one.kind, text=one.text, **facts)
                     if not one.is_quiet:
                         self.console.say(f"warning: {one.text}")
