@@ -41,6 +41,7 @@ REPEATS ?=
 RUNS ?=
 NAME ?=
 DOC ?=
+TOKENS ?=
 TEXT ?=
 EVERY ?=
 NOW ?=
@@ -60,7 +61,7 @@ QUICK ?=
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
 	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
@@ -72,7 +73,8 @@ LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-export PYTHONPATH := $(CURDIR)
+# An interpreter of your own comes with your PYTHONPATH (modules of a cluster); .venv has all it needs.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHON),$(if $(PYTHONPATH),:$(value PYTHONPATH)))
 # Read as they were typed: make looks for no $ in them, and the shell that it starts sees them as
 # variables, so no brace, quote, * or ; in them is ever its own. Python splits OVERRIDES by the
 # shell's rules for quotes and blanks.
@@ -101,6 +103,8 @@ help: ## this list
 	@python3 launch/setup.py .venv
 
 python-given python-given-for-tests: launch/setup.py
+	@command -v "$(PYTHON)" >/dev/null || { echo "refused: PYTHON=$(PYTHON): no such program; leave it" \
+	  "out to have a virtual environment made in .venv" >&2; exit 93; }
 	@"$(PYTHON)" launch/setup.py --check $(if $(findstring tests,$@),tests)
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)
@@ -197,8 +201,8 @@ tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://loca
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
 
-audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY= SEGMENT=)
-	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
+	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
 	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"

@@ -11,6 +11,7 @@ import time
 
 from checkpoint.choose import DEPTHS, unnamed, verify
 from checkpoint.manifest import committed, folder_with_checkpoints
+from recipes.schema import UserError
 
 
 def main(arguments: list[str]) -> int:
@@ -21,7 +22,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--depth", choices=DEPTHS, default="full")
     options = parser.parse_args(arguments)
     run = folder_with_checkpoints(options.run)
-    found = [] if run is None else committed(run / "checkpoints")
+    try:
+        found = [] if run is None else committed(run / "checkpoints")
+    except UserError as error:  # the run's history is damaged
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
     if options.step is not None:
         found = [(step, folder) for step, folder in found if step == options.step]
     if not found:

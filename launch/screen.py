@@ -6,8 +6,6 @@ that only lost their connection; then the first failure is shown, once, and the 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -33,29 +31,23 @@ class Screen:
         if kind == "err" and (rank in self._held or LAST_WORDS.match(text)):
             self._held.setdefault(rank, []).append(text)
         elif rank == 0:
-            write(sys.stdout if kind == "out" else sys.stderr, text)
+            _write(sys.stdout if kind == "out" else sys.stderr, text)
 
     def finish(self, ends: Sequence[End], stopped_by: int | None = None) -> int:
         """Say how it went, and return the exit status for the caller."""
         status = exit_status(ends, stopped_by)
         if stopped_by is not None:
             if status:
-                write(sys.stderr, INTERRUPTED + "\n")
+                _write(sys.stderr, INTERRUPTED + "\n")
             return status
         told = explain(ends, self._num_ranks)
         if first_failure(ends) is None:
             told = [line.rstrip("\n") for lines in self._held.values() for line in lines]
         for line in told:
-            write(sys.stderr, line + "\n")
+            _write(sys.stderr, line + "\n")
         return status
 
 
-def write(stream, text: str) -> None:
-    """Print; a reader or a terminal that has gone away does not end the run."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError:
-        # From now on into nothing, also when Python closes the stream at its end.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _write(stream, text: str) -> None:
+    stream.write(text)
+    stream.flush()

@@ -25,7 +25,7 @@ from launch.cluster import Cluster
 from launch.outcome import End, first_failure
 from launch.preflight import Plan
 from launch.ranks import AGAIN_S, Ranks, RunLogs, patience_s
-from launch.screen import Screen, write
+from launch.screen import Screen
 from recipes.schema import Watch
 
 # SIGUSR1 is SLURM's warning before its time limit: ranks save and ask to be put back in the queue.
@@ -144,7 +144,7 @@ def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, aske
         if message["say"] == "line":
             screen.line(message["rank"], message["stream"], message["text"])
         elif message["say"] == "text":
-            write(sys.stderr, f"{host}: {message['text']}\n")
+            print(f"{host}: {message['text']}", file=sys.stderr, flush=True)
         elif message["say"] in ("end", "lost", "problem"):
             end = end_of(message, host, per_host, time.monotonic() - began)
             # What ends after we asked is a consequence, on whichever host.
@@ -233,7 +233,7 @@ class Asked:
         """Ctrl-Z stands still with the ranks of this machine. Those of others would be taken for
         lost, so there it is no use."""
         if self._suspend is None:
-            write(sys.stderr, "Ctrl-Z is ignored: ranks elsewhere need this process\n")
+            print("Ctrl-Z is ignored: ranks elsewhere need this process", file=sys.stderr)
             return
         self._suspend(True)
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from launch.budget import Budget, Life
 from launch.outcome import cause_of, first_failure
-from launch.screen import Screen, write
+from launch.screen import Screen
 from launch.start import Asked, Lived
 from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
 from recipes.schema import UserError
@@ -150,7 +150,7 @@ def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
     """Say why the run is not started again, and where everything about it lies."""
     folder = bundle(why)
     where = f"; see {folder}" if folder else ""
-    write(sys.stderr, f"stopped for good: {why}{where}\n")
+    print(f"stopped for good: {why}{where}", file=sys.stderr, flush=True)
     return DO_NOT_RETRY
 
 
@@ -164,4 +164,4 @@ def pause(seconds: float, asked: Asked) -> bool:
 
 def say(text: str) -> None:
     """A line of the supervisor's own."""
-    write(sys.stderr, f"restart: {text}\n")
+    print(f"restart: {text}", file=sys.stderr, flush=True)

@@ -59,10 +59,11 @@ SERIES = {
     "lr": ("optimizer/lr", "learning rate of the step"),
     "tokens": ("progress/tokens", "tokens consumed so far, all ranks"),
     "tokens_per_step": ("progress/tokens_per_step", "tokens of the step, all ranks"),
+    "seq_len": ("progress/seq_len", "tokens that the model sees at once, while it is warmed up"),
     "accumulation": ("progress/accumulation", "micro-batches per rank and step"),
     "skipped_steps": (
         "progress/skipped_steps",
-        "steps so far whose update was skipped (non-finite)",
+        "steps so far that did not move the weights",
     ),
     "life": ("progress/life", "process start that trained the step: it rises at each restart"),
     "tokens_per_s": ("throughput/tokens_per_s", "all ranks; evaluation and saves excluded"),

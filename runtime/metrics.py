@@ -163,12 +163,15 @@ class MetricsWriter:
         skipped: bool = False,
         val_loss: float | None = None,
         communication_bytes: Mapping[str, int] | None = None,
+        seq_len: int | None = None,
+        flops_per_token: float | None = None,
     ) -> dict[str, Any]:
         """Record one finished step, in plain numbers read one step late, and return its line.
 
         `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
         on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
-        `communication_bytes` what was counted (runtime.communication), by kind. A tensor is a
+        `communication_bytes` what was counted (runtime.communication), by kind. `seq_len` and
+        `flops_per_token` are those of the step where they change on the way. A tensor is a
         TypeError: reading it here would make the device wait.
         """
         self._skipped_steps += bool(skipped)
@@ -187,7 +190,9 @@ class MetricsWriter:
             "targets": targets,
             "tokens_per_s": per_s,
             "tokens_per_s_per_rank": None if per_s is None else per_s / self.world,
-            "mfu": speed.mfu(per_s, self._flops_per_token, self._peak_flops, self.world),
+            "mfu": speed.mfu(
+                per_s, flops_per_token or self._flops_per_token, self._peak_flops, self.world
+            ),
             "step_s": times.step_s,
             "data_s": times.data_s,
             "compute_s": times.compute_s,
@@ -205,6 +210,8 @@ class MetricsWriter:
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
+        if seq_len is not None:
+            line["seq_len"] = seq_len
         if communication_bytes is not None:
             line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
             line["communication_bytes"] = dict(communication_bytes)
@@ -281,6 +288,10 @@ class MetricsWriter:
         self.event("saved", step=step, **fields)
         if self._events is not None:
             self._events.scalars(step, fields)
+
+    def sync(self) -> None:
+        """Make all lines of steps durable. May be called beside `step`, from another thread."""
+        os.fsync(self._file.fileno())
 
     def finish(self, is_success: bool = True) -> dict[str, Any]:
         """The last call: write the result metrics, close everything, return the summary."""

@@ -114,6 +114,11 @@ class Requests:
             code = int(self._flag)
         return None if is_last else ENDINGS.get(code)
 
+    def now(self) -> Ending | None:
+        """Between two steps: how all ranks end now; a collective."""
+        self.send()
+        return self.answer()
+
     def done(self) -> None:
         """The request was carried out; the next start of the run is not to see it."""
         if self._request is not None:

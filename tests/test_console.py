@@ -1,12 +1,9 @@
 """runtime.console: the live line on a terminal, plain lines in a pipe."""
 
 import io
-import os
-import pty
 
 import pytest
 
-from launch.screen import write
 from runtime.console import Console, duration, fit, live_fields, plain_text
 
 
@@ -199,20 +196,3 @@ def test_a_dumb_terminal_is_treated_as_a_pipe(console, monkeypatch):
 )
 def test_durations_have_two_units(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize("kind", ["terminal", "pipe"])
-def test_who_reads_may_go_away_and_nothing_else_ends(kind):
-    """What is written to it fails from then on: EIO on a terminal, EPIPE on a pipe."""
-    reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
-    with open(writer, "w") as stream:
-        os.close(reader)
-        console = Console("run", 9, stream=stream)
-        console.step(line(1))
-        console.say("a warning")
-        assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
-    reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
-    with open(writer, "w") as stream:
-        os.close(reader)
-        write(stream, "restart: the launcher's own words\n")
-        write(stream, "and more\n")

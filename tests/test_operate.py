@@ -103,10 +103,14 @@ def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
     assert "make pretrain" not in out
 
 
-def test_status_gives_the_reason_of_a_refusal(folder, capsys):
-    record_event(folder, "refused", life=1, reason="shard.bin: block 3 is damaged")
-    over(folder, "refused")
-    assert "reason: shard.bin: block 3 is damaged" in said(capsys, "status", "mine")
+def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
+    record_event(folder, "gave_up", life=1, reason="shard.bin: block 3 is damaged")
+    over(folder, "gave_up")
+    out = said(capsys, "status", "mine")
+    assert "reason: shard.bin: block 3 is damaged" in out
+    assert "next: mend what the reason names" in out
+    assert "failures: 0" in out
+    assert "alarms: none" in out
 
 
 def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
