@@ -1,8 +1,8 @@
 """Where the time of a step goes, without making the device wait.
 
     step N:   | data | compute | optimizer | eval | save | data | ...     : step N+1
-              ^                                          ^
-           finish()         with phase(name)          finish()         the rest is `other`
+              ^                                   ^
+           finish()         with phase(name)   finish()                the rest is `other`
 
 One rule: stamps are taken now and read late. On a GPU a stamp is a CUDA event in the current
 stream, and `finish()` hands back a `Span` that is read one step later, when the device has passed
@@ -10,7 +10,8 @@ it: no stamp costs a synchronisation. Differences are then the device's own time
 how long it stood idle for want of a batch). On a CPU a stamp is the clock itself.
 
 Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation and
-saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed.
+saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed. A save
+begins when the step is on record, so its seconds are in the event `saved` and in no step's line.
 """
 
 from __future__ import annotations

@@ -182,7 +182,6 @@ class MetricsWriter:
             "compute_s": times.compute_s,
             "optimizer_s": times.optimizer_s,
             "other_s": times.other_s,
-            "save_s": times.save_s,
             "eval_s": times.eval_s,
             "memory_gib": host_gib if device_gib is None else device_gib,
             "host_memory_gib": host_gib,

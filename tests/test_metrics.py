@@ -96,7 +96,6 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         optimizer_s=0.1,
         other_s=0.05,
         eval_s=2.0,
-        save_s=3.0,
         skipped=False,
         skipped_steps=0,
         accumulation=1,
