@@ -75,7 +75,7 @@ class MetricsWriter:
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
         if wandb is not None:
-            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
+            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life, say)
         launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
         self.event(
             "began",

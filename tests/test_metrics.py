@@ -374,3 +374,19 @@ def test_a_refusal_by_wandb_is_a_users_mistake_not_a_crash(tmp_path, fake_wandb)
     fake_wandb.init = init
     with pytest.raises(UserError, match=r"wandb refused .*WANDB_MODE=offline"):
         make_writer(tmp_path / "run", wandb="my-project")
+
+
+def test_a_service_that_fails_later_costs_the_mirror_and_not_the_run(tmp_path, fake_wandb):
+    def fail(*values, **options):
+        raise fake_wandb.Error("no network")
+
+    said = []
+    writer = make_writer(tmp_path / "run", wandb="p", tensorboard=True, say=said.append)
+    writer._mirror._run.finish = fail
+    write_step(writer, 1)
+    writer.finish()
+    fake_wandb.init = fail  # gone when the run goes on
+    writer = make_writer(tmp_path / "run", after_step=1, wandb="p", say=said.append)
+    write_step(writer, 2)
+    assert writer.finish()["last_step"] == 2
+    assert said == ["warning: log.wandb=p: no network; going on without the mirror"] * 2
