@@ -9,8 +9,8 @@ stream, and `finish()` hands back a `Span` that is read one step later, when the
 it: no stamp costs a synchronisation. Differences are then the device's own time line (`data_s` is
 how long it stood idle for want of a batch). On a CPU a stamp is the clock itself.
 
-A save begins when its step is on record, so its seconds are in the event `saved` and in no line of a
-step. Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation and
+A save begins when its step is on record: its seconds are in the event `saved`, in no step's line.
+Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation and
 saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed.
 """
 
