@@ -72,6 +72,8 @@ endif
 LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 
 SHELL := /bin/bash
+# Files are UTF-8 and what is printed never ends a verb, whatever the locale.
+export PYTHONUTF8 ?= 1
 .DEFAULT_GOAL := help
 # An interpreter of your own comes with your PYTHONPATH (modules of a cluster); .venv has all it needs.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHON),$(if $(PYTHONPATH),:$(value PYTHONPATH)))

@@ -30,8 +30,7 @@ COLUMNS = {
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
 }
 # What every variant shares or repeats from others; the rest of the curves are drawn.
-LEFT_OUT = ("life", "skipped_steps", "val_loss", "save_s", "eval_s", "device_memory_gib",
-            "host_memory_gib")  # fmt: skip
+LEFT_OUT = ("life", "skipped_steps", "val_loss", "eval_s", "device_memory_gib", "host_memory_gib")
 
 
 def write(shown: Comparison, folder: Path) -> None:

@@ -214,6 +214,7 @@ def environments(
     base["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))])
     )
+    base.setdefault("PYTHONUTF8", "1")  # as make sets it
     # Compilers and ninja of the environment that runs, which a login without activation lacks.
     beside = str(Path(sys.executable).parent)
     base["PATH"] = os.pathsep.join(

@@ -91,10 +91,9 @@ SERIES = {
         "wall_clock/restart",
         "share: from a failure to training again (detect, restart, start, load)",
     ),
-    "save_s": ("time/save_s", "seconds of the save after the step"),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }
-ONLY_WHEN_ANY = ("save_s", "eval_s")  # a zero at every other step would only hide the points
+ONLY_WHEN_ANY = ("eval_s",)  # a zero at every other step would only hide the points
 
 # field of a summary -> (tag, column of the hyper-parameters tab, which shows five at once)
 RESULTS = {
@@ -133,7 +132,7 @@ PAGE = {
     },
     "Outside the step": {
         "Evaluation, s": "time/eval_s",
-        "Save, s": "time/save_s",
+        "Training stood still for the save, s": "saves/stall_s",
         "Goodput: share of the wall clock in steps that count": "wall_clock/goodput",
     },
     "The machines": {

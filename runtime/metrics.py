@@ -76,7 +76,7 @@ class MetricsWriter:
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
         if wandb is not None:
-            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
+            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life, say)
         launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
         self.event(
             "began",
@@ -198,7 +198,6 @@ class MetricsWriter:
             "compute_s": times.compute_s,
             "optimizer_s": times.optimizer_s,
             "other_s": times.other_s,
-            "save_s": times.save_s,
             "eval_s": times.eval_s,
             "memory_gib": host_gib if device_gib is None else device_gib,
             "host_memory_gib": host_gib,

@@ -92,7 +92,6 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     ]
     assert points(accumulator, "loss/validation") == {3: 3.5, 6: 6.5}
     assert points(accumulator, "time/eval_s") == {3: 1.0, 6: 1.0}
-    assert points(accumulator, "time/save_s") == {5: 2.0}
     assert points(accumulator, "throughput/tokens_per_s")[6] == 800.0
     assert points(accumulator, "throughput/mfu")[6] == pytest.approx(0.4)
     assert math.isnan(points(accumulator, "optimizer/grad_norm")[2])
