@@ -126,6 +126,12 @@ def test_a_missing_or_old_deepspeed_is_refused_with_the_way_out(monkeypatch):
         engine_check.installed_version()
 
 
+def test_a_check_that_does_not_end_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_check, "TIME_LIMIT_S", 0)
+    with pytest.raises(UserError, match="not checked, within 0 s: the disk"):
+        engine_check.confirm({"zero_optimization": {"stage": 1}}, tmp_path / "memo")
+
+
 def test_the_module_answers_on_standard_output_with_its_status(monkeypatch):
     """Only the plumbing: a process that cannot import DeepSpeed is a problem, not an answer."""
     monkeypatch.setattr(engine_check.sys, "executable", "/bin/false")
