@@ -62,6 +62,15 @@ def test_files_that_commands_and_pages_name_are_there():
             assert (ROOT / name).exists(), command
 
 
+def test_the_readme_leads_to_every_page_and_promises_name_tests_that_are_there():
+    readme = (ROOT / "README.md").read_text()
+    assert {f"docs/{page.name}" for page in DOCS} == set(re.findall(r"\]\((docs/\S+)\)", readme))
+    promises = (ROOT / "docs" / "promises.md").read_text()
+    held_by = set(re.findall(r"`(test_\w+\.py)`", promises))
+    assert len(held_by) > 40
+    assert not [name for name in held_by if not (ROOT / "tests" / name).exists()]
+
+
 def test_messages_that_the_troubleshooting_page_explains_are_the_programs():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     code = "\n".join(
