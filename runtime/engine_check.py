@@ -80,8 +80,8 @@ def ask(config: dict[str, Any]) -> list[str]:
         )
     except subprocess.TimeoutExpired:
         return [
-            f"{PACKAGE} was not imported, and the JSON not checked, within {TIME_LIMIT_S} s: the disk"
-            " that holds the interpreter does not answer, or the machine is overloaded"
+            f"{PACKAGE} was not imported, and the JSON not checked, within {TIME_LIMIT_S} s: the"
+            " disk that holds the interpreter does not answer, or the machine is overloaded"
         ]
     if done.returncode not in (0, HAS_PROBLEMS):
         tail = " ".join(done.stderr.strip().splitlines()[-1:])
