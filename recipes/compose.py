@@ -52,6 +52,7 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     warnings: list[str]
+    file: Path  # of the dish
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
         raise UserError(*problems)
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
-    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
+    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
