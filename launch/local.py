@@ -45,6 +45,7 @@ from recipes.exits import FAILED
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.mirror import require_wandb
 from runtime.requests import REQUESTS, AskedEarly, forget
 from runtime.resuming import data_of, standing
@@ -242,7 +243,7 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words).recipe
+    recipe = compose_command(words, ds_problems).recipe
     schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)
