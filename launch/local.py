@@ -53,6 +53,7 @@ from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.mirror import require_wandb
 from runtime.requests import EARLY, REQUESTS, AskedEarly, forget
 from runtime.resuming import data_of, standing
@@ -280,7 +281,7 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words).recipe
+    recipe = compose_command(words, ds_problems).recipe
     schedule = schedule_of(recipe)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)

@@ -46,7 +46,7 @@ def all_rows() -> list[list[str]]:
     for key, rule in KEYS.items():
         if key not in OWNED:
             legal = " | ".join(map(str, rule.choices))
-            legal = legal or (f">= {rule.low:g}" if rule.low is not None else "")
+            legal = legal or _legal(vars(rule) | {"above": None, "below": None})
             stages = (
                 "" if len(rule.stages) == 3 else f" (ZeRO {' or '.join(map(str, rule.stages))})"
             )

@@ -26,6 +26,7 @@ from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
 from runtime.state_bytes import ON_HOST, state_bytes
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    composed = compose(dish, overrides)
+    composed = compose(dish, overrides, ds_problems)
     recipe = composed.recipe
     axes = recipe.parallel
     world = world or axes.tensor * axes.pipeline * axes.context

@@ -37,6 +37,7 @@ from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime import engine
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
 from runtime.state_bytes import state_bytes
 
@@ -65,7 +66,7 @@ def collect(
     dish: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
 ) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    recipe = compose(dish, overrides).recipe
+    recipe = compose(dish, overrides, ds_problems).recipe
     axes = recipe.parallel
     ranks = axes.tensor * axes.pipeline * axes.context
     ranks = ranks if world is None else read_ranks("WORLD", world)
