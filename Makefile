@@ -137,8 +137,8 @@ goodput: $(READY) ## where every second of RUN went; the best checkpoint.interva
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
 
-verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
+verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=; ALL=1: abandoned ones, too)
+	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(ALL),--all)
 
 rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
 	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \

@@ -32,7 +32,7 @@ from checkpoint.resume import Change, check_resume
 from data.schedule import read_schedule
 from data.stream import open_stream
 from recipes.check import folder_name, to_recipe
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose, recipe_yaml
 from recipes.exits import FINISHED
 from recipes.schema import Recipe, UserError
@@ -47,7 +47,7 @@ OF_A_START = {"stop_after": None, "resume": "auto", "allow": [], "init_from": No
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.branch RUN --step N --to NAME`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make branch", description=__doc__)
+    parser = Parser(prog="make branch", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go on from")
     parser.add_argument("--segment", default="", help="take the checkpoint of this segment")

@@ -9,7 +9,6 @@ does when a run starts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import replace
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import table
@@ -32,7 +31,7 @@ SHOWN = 40
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m parallel.layouts`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
+    parser = Parser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
     add_words(parser, "+", "recipe, then overrides")

@@ -9,7 +9,6 @@ computes nothing itself; the numbers are those that the launcher and the run use
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -21,7 +20,7 @@ from data.schedule import read_schedule
 from data.sources import drawn
 from data.stream import open_stream
 from parallel.layout import most_parameters
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
@@ -35,7 +34,7 @@ GIB = 2**30
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m recipes.show`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make show", description=__doc__)
+    parser = Parser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_words(parser, "+", "recipe, then overrides")

@@ -12,7 +12,6 @@ nothing. Units: elements, GiB.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -32,7 +31,7 @@ from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
 from parallel.mesh import Mesh, forget_groups, make_mesh, members
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
@@ -47,7 +46,7 @@ META = torch.device("meta")
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m runtime.dryrun`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make dryrun", description=__doc__)
+    parser = Parser(prog="make dryrun", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
