@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
+from checkpoint.durable import sync_folder
 from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
 from checkpoint.manifest import committed, read_manifest, size_problems
 from checkpoint.resume import ABSENT, Change
@@ -327,8 +328,4 @@ def append(folder: Path, line: Line) -> None:
             file.truncate(kept)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)  # the name of a new file must outlive a power cut, too
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)

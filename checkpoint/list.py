@@ -37,7 +37,7 @@ def row(
     try:
         manifest = read_manifest(folder)
         age = f"{(time.time() - (folder / NAME).stat().st_mtime) / 3600:.1f} h"
-    except (Damaged, OSError):
+    except (Damaged, OSError, UserError):  # also one that another version wrote
         cells = [str(step), str(segment), "?", "?", "?", "damaged", "?", "?", " ".join(tags), ""]
         return cells, problems, {}
     state = manifest.state

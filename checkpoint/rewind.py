@@ -21,7 +21,7 @@ from checkpoint.choose import verify
 from checkpoint.lease import refuse_held
 from checkpoint.lineage import Line, lineage, read, run_folder
 from checkpoint.manifest import committed
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.skips import Skips
 from model.cost import num_parameters
 from recipes.command import Parser, refuse
@@ -100,7 +100,7 @@ def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
 def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
     """Ranges that the run never comes to."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
     skips = Skips(history.data_with_skips(recipe.data, history.in_force(read(folder))).skip)
     last = skips.data_step(steps) + sum(end - first for first, end in ranges)

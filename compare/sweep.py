@@ -39,7 +39,7 @@ from compare.variants import (
     plan,
     read_count,
 )
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.schema import UserError, read_ranks
 from runtime.settle import settle
@@ -116,7 +116,7 @@ def read_plan(options: argparse.Namespace) -> Plan:
     sweep = attempt(shlex.split, options.sweep)
 
     def settled(recipe):
-        return settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+        return settle(recipe, ranks, schedule_of(recipe))
 
     if problems:
         raise UserError(*problems)

@@ -25,6 +25,7 @@ from launch.place import ROOT, add_place, read_place
 from launch.preflight import Inspection, Plan, preflight, wanted_port
 from recipes.command import Parser
 from recipes.exits import DO_NOT_RETRY
+from recipes.output import make_lossy
 from recipes.schema import UserError, read_ranks
 
 RESULT = ".cache/links.json"
@@ -126,4 +127,5 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    make_lossy()
     sys.exit(main(sys.argv[1:]))

@@ -59,6 +59,11 @@ def judge(facts: Mapping[str, Facts], skews_s: Mapping[str, float], need: Need) 
     found.problems += folders(facts)
     found.problems += space(facts, need)
     found.problems += ports(first, facts[first])
+    found.problems += [
+        f"{host}: {line}; unset it to have one found"
+        for host, f in facts.items()
+        for line in f["missing_interfaces"]
+    ]
     if need.device != "cpu":
         gpus(facts, need, found)
     found.warnings += slow_disks(facts)

@@ -29,11 +29,11 @@ if __name__ == "__main__":  # what follows takes a second to import
 
     requests.REQUESTS.listen(is_importing=True)
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import open_stream
 from launch import network, start
 from launch.budget import Budget, Life
-from launch.environment import passed, watched
+from launch.environment import left_here, passed, watched
 from launch.facts import gather, gpus, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
@@ -48,6 +48,7 @@ from launch.supervise import Start, supervise
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
+from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.bundle import write_bundle
@@ -108,6 +109,8 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
+    if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
+        raise UserError(*(f"{line}; unset it" for line in wrong))
     recipe = check(words, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
@@ -174,6 +177,9 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
     say(f"variables that go along: {names} (PASS= adds others)")
+    if place.cluster.via != "srun":  # which takes all variables along
+        for line in left_here(os.environ, place.named):
+            say(f"warning: {line}")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
@@ -275,7 +281,7 @@ class Checked:
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
     recipe = compose_command(words).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)
     if recipe.log.wandb is not None:
@@ -291,5 +297,6 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
 
 
 if __name__ == "__main__":
+    make_lossy()
     REQUESTS.listen()
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from recipes.schema import read_steps
@@ -79,6 +80,28 @@ def _window(window, seq_len) -> str | None:
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
         f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
     )
+
+
+def _seq_len_warmup(warmup, seq_len) -> str | None:
+    if warmup is None:
+        return None
+    lengths = [length for _, length in warmup]
+    uneven = [length for length in lengths if seq_len % length]
+    if uneven:
+        parts = [n for n in range(2, 65) if seq_len % n == 0][:8]
+        legal = f"; legal: {', '.join(str(seq_len // n) for n in reversed(parts))}" if parts else ""
+        return (
+            f"seq_len_warmup has the length {uneven[0]}, which does not divide seq_len={seq_len}:"
+            f" sequences are cut into equal parts{legal}"
+        )
+    if any(low >= high for low, high in pairwise(lengths)):
+        return f"seq_len_warmup has the lengths {lengths}; those of a warm-up increase"
+    if lengths[-1] != seq_len:
+        return (
+            f"seq_len_warmup ends at {lengths[-1]} tokens, and seq_len={seq_len} would never be"
+            f" reached: add [STEP, {seq_len}], or lower seq_len"
+        )
+    return None
 
 
 def _built_in_corpora(sources) -> str | None:
@@ -191,6 +214,7 @@ RULES = (
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
+    (("seq_len_warmup", "seq_len"), _seq_len_warmup),
     (("data.sources",), _sources),
     (("recompute", "compile"), _recompute),
     (("data.sources",), _built_in_corpora),

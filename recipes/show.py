@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.schedule import read_schedule
+from data.schedule import Schedule, schedule_of
 from data.sources import drawn
 from data.stream import open_stream
+from model.cost import flops_per_token
 from parallel.layout import most_parameters
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
@@ -55,7 +56,7 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
     recipe = composed.recipe
     axes = recipe.parallel
     world = world or axes.tensor * axes.pipeline * axes.context
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, world, schedule)
     confirm(settled.config)
     sources, refused = usage(recipe, schedule, settled.last_step)
@@ -64,7 +65,7 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
         "recipe_origins": composed.origins,
         "layout": settled.layout.as_dict(),
         "layout_text": settled.layout.describe(),
-        "run": length(settled, schedule.tokens_after(settled.total_steps)),
+        "run": length(recipe, settled, schedule),
         "ds_config": settled.config,
         "ds_origins": ds_origins(composed, settled),
         "optimizer_class": settled.engine.optimizer_class,
@@ -74,8 +75,10 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
     }
 
 
-def length(settled: Settled, tokens: int) -> dict[str, Any]:
+def length(recipe: Recipe, settled: Settled, schedule: Schedule) -> dict[str, Any]:
     """Size of the model and of the run."""
+    by_length = schedule.tokens_by_length(settled.total_steps)
+    tokens = sum(by_length.values())
     return {
         "parameters": settled.num_parameters,
         "steps": settled.total_steps,
@@ -83,7 +86,10 @@ def length(settled: Settled, tokens: int) -> dict[str, Any]:
         "warmup_steps": settled.warmup_steps,
         "tokens": tokens,
         "tokens_per_parameter": tokens / settled.num_parameters,
-        "flops": settled.flops_per_token * tokens,
+        "flops": sum(
+            flops_per_token(recipe.model, size) * tokens for size, tokens in by_length.items()
+        ),
+        "warmed_up": {str(size): tokens for size, tokens in by_length.items()},
     }
 
 
@@ -174,6 +180,7 @@ def text(shown: dict[str, Any]) -> str:
         f"  {run['parameters']:,} parameters, {run['steps']:,} steps, {run['tokens']:,} tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
+        *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",
         f"DeepSpeed JSON (builds {shown['optimizer_class']})",
@@ -205,6 +212,15 @@ def _state(state_: dict[str, Any]) -> str:
     if state_["copy_gib"]:
         shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
     return shown
+
+
+def _warmed_up(by_length: dict[str, int]) -> list[str]:
+    if len(by_length) < 2:
+        return []
+    shown = ", ".join(
+        f"{scaled(tokens)} in sequences of {size}" for size, tokens in by_length.items()
+    )
+    return [f"  tokens by length of what the model sees at once: {shown}"]
 
 
 def _source(use: dict[str, Any]) -> str:

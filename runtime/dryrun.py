@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from model.cost import BYTES, activation_bytes, blocks_recomputed
 from model.decoder import Decoder
 from parallel import tensor
@@ -69,7 +69,7 @@ def collect(
     axes = recipe.parallel
     ranks = axes.tensor * axes.pipeline * axes.context
     ranks = ranks if world is None else read_ranks("WORLD", world)
-    settled = settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+    settled = settle(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(settled.config)
     join_fake(number, ranks)

@@ -177,6 +177,12 @@ def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[
             f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
             f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
         )
+    if past.get("lengths") != was.get("lengths"):
+        problems.append(
+            f"seq_len_warmup={recipe.seq_len_warmup} would have cut the sequences of steps 1 to"
+            f" {step} in another way: keep its pieces before data step {data_step}, and let new"
+            " ones begin there or later"
+        )
     if past["mixture"] != was["mixture"]:
         problems.append(
             f"data.sources: these weights would have mixed steps 1 to {step} in another way. Keep"

@@ -90,6 +90,7 @@ class Saver:
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
         self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
+        self.sync_record: Callable[[], None] = lambda: None  # rank 0: before a checkpoint exists
         self.pace = None
         if self.wanted.interval == "auto":
             self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
@@ -193,6 +194,7 @@ class Saver:
     def _settle(self) -> str | None:
         """Wait for the save in flight; why it is still in flight, or None, on all ranks."""
         while self.background:
+            HEART.beat("end")  # not the phase in which the end was found: a save may take longer
             doing = self._wait()
             answers = self.ranks.exchange((doing, self.background.idle_s), "end of saves")
             still = {rank: doing for rank, (doing, _) in enumerate(answers) if doing}
@@ -211,6 +213,7 @@ class Saver:
         ever, by what one of them raises alone a little.
         """
         if self.background and self.background.in_flight is not None:
+            HEART.beat("end")
             rest_s = self.wanted.stuck_s - self.background.age_s
             try:
                 self._take(rest_s if isinstance(error, Shared) else min(rest_s, GRACE_S))
@@ -304,6 +307,7 @@ class Saver:
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
             fence=self.lease,
             verify=self.wanted.verify,
+            sync_record=self.sync_record,
         )
         if self.background:
             self.background.begin(*arguments, since=began, **options)

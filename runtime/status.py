@@ -173,8 +173,8 @@ def record(state: State) -> list[str]:
 
 
 def alarms(state: State) -> list[str]:
-    """The newest events that are no routine."""
-    odd = [event for event in state.events if event["kind"] not in ROUTINE]
+    """The newest events that are no routine, without what is for the record only."""
+    odd = [e for e in state.events if e["kind"] not in ROUTINE and not e.get("is_quiet")]
     if not odd:
         return ["  alarms: none"]
     return [

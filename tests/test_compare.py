@@ -24,7 +24,7 @@ from compare import board, pictures, profile, report, results, runner, sweep
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from data.ledger import Ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from recipes.compose import compose, recipe_yaml
 from recipes.schema import UserError
 from runtime.clock import StepTimes
@@ -78,7 +78,7 @@ def make_run(tmp_path):
         place.mkdir()
         recipe = compose("tiny", [f"run={name}", *words]).recipe
         ranks = 2
-        schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+        schedule = schedule_of(recipe)
         settled = settle(recipe, ranks, schedule)
         (place / "recipe.yaml").write_text(recipe_yaml(recipe))
         (place / "layout.json").write_text(json.dumps(settled.layout.as_dict()))

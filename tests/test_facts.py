@@ -116,6 +116,18 @@ def test_the_port_that_was_asked_for_is_looked_at():
     assert network.LOW_PORT <= facts.port(None)["number"] <= network.HIGH_PORT
 
 
+def test_an_interface_that_is_not_there_is_named_with_those_that_are():
+    for fits in ("GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME==lo", "NCCL_SOCKET_IFNAME=q,l",
+                 "NCCL_SOCKET_IFNAME=^lo"):  # fmt: skip
+        name, _, value = fits.partition("=")
+        assert network.missing_interfaces({name: value}, True) == []
+    environ = {"GLOO_SOCKET_IFNAME": "lo,none0", "NCCL_SOCKET_IFNAME": "=l"}
+    gloo, nccl = network.missing_interfaces(environ, True)
+    assert gloo.startswith("GLOO_SOCKET_IFNAME=lo,none0, but the interfaces are ")
+    assert nccl.startswith("NCCL_SOCKET_IFNAME==l, but")
+    assert network.missing_interfaces(environ, False) == [gloo]
+
+
 def test_who_knocks_with_the_token_is_let_in_and_others_are_not():
     port = network.free_port()
     came = {}

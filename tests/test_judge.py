@@ -30,6 +30,7 @@ GOOD = {
     "disk": {"runs/": 100.0, "temporary files": 50.0, "/dev/shm": 10.0},
     "disk_mib_per_s": {"runs/": 900.0, "temporary files": 800.0},
     "shared": None,
+    "missing_interfaces": [],
     "folders": {"corpora/x": "cc"},
     "port": {"number": 29001, "is_free": True},
     "gpus": {"cards": [CARD, CARD | {"index": 1}]},
@@ -89,6 +90,10 @@ ODD = {
     "a variable of its own": (
         lambda f: f["environment"].update(NCCL_P2P_DISABLE="1"),
         ["variable NCCL_P2P_DISABLE 1", "is not set on n1"],
+    ),
+    "an interface": (
+        lambda f: f["missing_interfaces"].append("GLOO_SOCKET_IFNAME=eth9, but the ..."),
+        ["GLOO_SOCKET_IFNAME=eth9", "unset it"],
     ),
     "a missing folder": (lambda f: f.update(shared="/p/runs: No such file"), ["not shared", "/p"]),
     "a missing corpus": (lambda f: f["folders"].update({"corpora/x": None}), ["corpora/x"]),

@@ -105,6 +105,24 @@ def slow_rank(monkeypatch, victim, gate):
     monkeypatch.setattr(commit, "write_rank", slow)
 
 
+@pytest.mark.parametrize("words", [["checkpoint.interval=1"], ASYNC])
+def test_the_record_is_made_durable_before_a_checkpoint_vouches_for_it(
+    tmp_path, monkeypatch, words
+):
+    found = []
+
+    def action(saver, told, engine):
+        saver.sync_record = lambda: found.append((saver.process.rank, steps(tmp_path)))
+        saver.save(1, HEALTH)
+        saver.drain()
+        return kinds(told)
+
+    results = run_savers(tmp_path, words, action, monkeypatch)
+    assert results == [[(1, True)]] * WORLD, results
+    assert found == [(0, [])]
+    assert steps(tmp_path) == [1]
+
+
 def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
     gate = threading.Event()
     slow_rank(monkeypatch, 1, gate)

@@ -185,9 +185,29 @@ def test_the_verb_lists_past_and_future_steps_of_a_document(recorded, capsys):
     assert seen > 3
 
 
+def test_the_verb_shows_the_tokens_that_a_mask_would_name(recorded, root, capsys):
+    assert audit.main(["one", "--doc", "3", "--text"]) == 0
+    whole = capsys.readouterr().out
+    ids = stream_of(root, {"prose": 1}).split(0)
+    low, high = ids.document_range(3)
+    tokens = ids.read(np.array([low]), high - low)[0].tolist()
+    assert f"prose:3: {len(tokens)} tokens" in whole
+    shown = {int(line.split()[0]): line.split()[1] for line in whole.splitlines() if '"' in line}
+    assert shown == {number: f'"{token}"' for number, token in enumerate(tokens)}
+    assert audit.main(["one", "--doc", "3", "--text", "--tokens", "1:3"]) == 0
+    part = capsys.readouterr().out
+    assert ", of them 1 to 2," in part
+    lines = [line.split() for line in part.splitlines() if '"' in line]
+    assert lines == [["1", shown[1]], ["2", shown[2]]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["one", "--doc", "3", "--tokens", "0:999"], "TOKENS=0:999: document 3 has"),
+        (["one", "--doc", "3", "--tokens", "2:2"], "TOKENS=2:2: document 3 has"),
+        (["one", "--doc", "3", "--tokens", "2"], "TOKENS=2: expected FIRST:END"),
+        (["one", "--tokens", "0:2"], "give DOC= too"),
         (["nobody"], "RUN=nobody: no run here"),
         (["one", "--step", "31"], "STEP=31: one has the steps 1 to 30"),
         (["one", "--doc", "700"], "prose has the training documents 0 to 699"),
