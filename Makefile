@@ -162,8 +162,9 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")

@@ -11,6 +11,7 @@ weight, and twice the model for the comparison. Units: bytes, rows.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -52,12 +53,12 @@ def export(
     does not give our decoder's logits.
     """
     if os.path.lexists(out):
-        raise UserError(f"{out} exists and is never overwritten; choose another folder with --out")
+        raise UserError(f"{out} exists and is never overwritten; choose another one: OUT=")
     weights = RunWeights(run, step)
     config = decoder_config(weights.state)
     check_names(weights, config)
-    made = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(made, ignore_errors=True)
+    made = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    sweep(out)
     made.mkdir(parents=True)
     try:
         generation: dict[str, Any] = {}
@@ -85,11 +86,21 @@ def export(
             "logits differ by": difference,
         }
         (made / "README.md").write_text(model_card(facts, config), encoding="utf-8")
+        if os.path.lexists(out):
+            raise UserError(f"{out} was made by another process meanwhile, and stays as it is")
         os.rename(made, out)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return facts
+
+
+def sweep(out: Path) -> None:
+    """Remove what exports into `out` left that a kill ended."""
+    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def decoder_config(state: dict[str, Any]) -> DecoderConfig:
@@ -159,7 +170,7 @@ def pieces(weights: RunWeights, name: str) -> Iterator[torch.Tensor]:
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
     """Copy the tokenizer's files; its bos and eos as ids where it has them."""
     if not (source / TOKENIZER_FILES[0]).is_file():
-        raise UserError(f"{source / TOKENIZER_FILES[0]}: not found; give --tokenizer, or none")
+        raise UserError(f"{source / TOKENIZER_FILES[0]}: not found; give TOKENIZER=")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -272,7 +283,7 @@ def main(arguments: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     if tokenizer is None:
-        print("no tokenizer was found or exported; give --tokenizer", file=sys.stderr)
+        print("no tokenizer was found or exported; give TOKENIZER=", file=sys.stderr)
     print(f"{out}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
     return FINISHED
 

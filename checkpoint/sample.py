@@ -43,8 +43,16 @@ def sample(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from None
     ids = tokenizer(prompt, return_tensors="pt").input_ids
+    if ids.shape[1] == 0 and tokenizer.eos_token_id is None:
+        raise UserError(f"{folder}: its tokenizer has no end token to begin with; give a PROMPT")
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.eos_token_id]])  # what precedes a document in training
+    rows = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= rows:
+        raise UserError(
+            f"{folder}: its tokenizer gives the id {int(ids.max())}, its model has {rows} rows:"
+            " they do not belong together"
+        )
     torch.manual_seed(seed)
     choice = {"do_sample": False}
     if temperature > 0:
