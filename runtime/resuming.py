@@ -61,7 +61,7 @@ def left_behind(recipe: Recipe, file: Path, folder: Path) -> list[str]:
     return [
         f"{source.name} leaves out {'; '.join(described(skip) for skip in missing)}: that stands in"
         f" its history, not in its recipe, and this run trains on them. {' '.join(as_words(data))}"
-        f" leaves them out here, too; make branch and make reproduce take the history along"
+        " leaves them out here, too; make branch and make reproduce take the history along"
     ]
 
 

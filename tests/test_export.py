@@ -281,12 +281,12 @@ def test_text_comes_from_a_run_or_an_exported_folder_or_not_at_all(tmp_path, cap
     assert sampler.main([str(tmp_path / "run")]) == 93
     assert "its corpus has no tokenizer" in capsys.readouterr().err
     (out / "tokenizer_config.json").write_text("{}")
-    assert sampler.main([str(out)]) == 2
+    assert sampler.main([str(out)]) == 93
     assert "no end token to begin with; give a PROMPT" in capsys.readouterr().err
     larger = byte_tokenizer()._tokenizer
     larger.add_tokens([f"<{number}>" for number in range(100)])
     larger.save(str(out / "tokenizer.json"))
-    assert sampler.main([str(out), "--prompt=<99>"]) == 2
+    assert sampler.main([str(out), "--prompt=<99>"]) == 93
     assert "gives the id 356, its model has 320 rows" in capsys.readouterr().err
     (out / "model.safetensors").write_bytes(b"x")
     assert sampler.main([str(out)]) == 93
