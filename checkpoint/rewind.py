@@ -24,7 +24,7 @@ from checkpoint.manifest import committed
 from data.schedule import schedule_of
 from data.skips import Skips
 from model.cost import num_parameters
-from recipes.command import refuse
+from recipes.command import Parser, refuse
 from recipes.compose import compose
 from recipes.exits import FINISHED
 from recipes.schema import UserError
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.rewind RUN --step N ...`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make rewind", description=__doc__)
+    parser = Parser(prog="make rewind", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go back to; 0 = the start")
     parser.add_argument("--skip", default="", help="ranges of data steps first:end")

@@ -37,6 +37,7 @@ from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
 NOT_READ = (
@@ -334,7 +335,7 @@ def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.importing",
         description="Make a corpus of tokenized files.",
         epilog=f"knobs:\n{knob_lines(ImportSettings)}",
@@ -364,8 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.source, options.out, tokenizer, settings, say, options.quick
         )
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     for line in report_lines(options.out, manifest):
         print(line)
     return 0

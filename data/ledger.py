@@ -109,8 +109,13 @@ class Ledger:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def close(self) -> None:
+    def sync(self) -> None:
+        """Make all lines durable. May be called beside `append`, from another thread."""
         os.fsync(self._fd)
+
+    def close(self) -> None:
+        """The last call."""
+        self.sync()
         os.close(self._fd)
 
 

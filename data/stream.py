@@ -240,6 +240,7 @@ class Stream:
         ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
         if len(ids) > MOST_NAMED:
             ids = {f"all {len(ids)}": digest(ids)}
+        made_with = (corpus.tokenizer_fingerprint for corpus in self.corpora)
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -249,6 +250,7 @@ class Stream:
             "skips": self.skips.fingerprint(),
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
+            "tokenizer": next((one[:16] for one in made_with if one), None),
         } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from recipes.schema import read_steps
 
+# A thousand times the largest batches in print, and places that still fit into memory.
+MOST_SEQUENCES = 2**22
+
 
 def _one_length(steps, tokens) -> str | None:
     if steps is None and tokens is None:
@@ -44,6 +47,27 @@ def _decay_fits(schedule, decay, warmup, steps) -> str | None:
             f" of them (optim.decay at most {1 - share:.4g})"
         )
     return None
+
+
+def _decay_leaves_weights(lr, weight_decay) -> str | None:
+    if lr * weight_decay < 1:
+        return None
+    return (
+        f"optim.lr={lr:g} x optim.weight_decay={weight_decay:g} is {lr * weight_decay:g}: a step"
+        " would take away whole weights and more; lower one of them (their product is usually below"
+        " 0.001)"
+    )
+
+
+def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
+    ramp = batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
+    most = max(tokens for _, tokens in ramp)
+    if most // seq_len <= MOST_SEQUENCES:
+        return None
+    return (
+        f"batch_tokens={most} is {most // seq_len} sequences of seq_len={seq_len} in one step; at"
+        f" most {MOST_SEQUENCES}, so at most {MOST_SEQUENCES * seq_len} tokens"
+    )
 
 
 def _heads(hidden, heads, head_dim) -> str | None:
@@ -220,6 +244,8 @@ RULES = (
     (("steps", "tokens"), _one_length),
     (("warmup", "steps"), _warmup_fits),
     (("optim.schedule", "optim.decay", "warmup", "steps"), _decay_fits),
+    (("optim.lr", "optim.weight_decay"), _decay_leaves_weights),
+    (("batch_tokens", "seq_len"), _batch_has_an_end),
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),

@@ -39,9 +39,10 @@ from runtime.settle import Settled
 from runtime.speed import peak_flops
 
 
-class Closable(Protocol):
-    """The ledger, as far as it is used here."""
+class Ledger(Protocol):
+    """`data.ledger.Ledger`, as far as it is used here."""
 
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -66,7 +67,7 @@ class Record:
         recipe: Recipe,
         settled: Settled,
         process: Process,
-        ledger: Closable,
+        ledger: Ledger,
         tokens_after: Callable[[int], int],
         after_step: int,
         segment: int,
@@ -128,6 +129,12 @@ class Record:
         )
         self.console.step(line)
 
+    def sync(self) -> None:
+        """Make durable what was written of steps: it must outlive a power cut that a checkpoint of
+        a later step outlives."""
+        self.writer.sync()
+        self.ledger.sync()
+
     def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
         try:
@@ -146,6 +153,7 @@ class Record:
             else:
                 facts = {"step": step, **one.facts}
                 if one.kind == "notice" or one.is_quiet:
+                    facts |= {"is_quiet": True} if one.is_quiet else {}
                     self.writer.event(one.kind, text=one.text, **facts)
                     if not one.is_quiet:
                         self.console.say(f"warning: {one.text}")
@@ -237,7 +245,9 @@ class Record:
         if isinstance(error, Fenced):  # the record is another life's now
             self.console.close()
             return
-        cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, UserError):
+            cause = "gave_up"  # it had begun, and another start would end alike
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
