@@ -199,6 +199,15 @@ def _stop_is_reached(stop_after, steps) -> str | None:
     return None
 
 
+def _whole_length_is_reached(warmup, steps) -> str | None:
+    if warmup is None or steps is None or warmup[-1][0] < steps:
+        return None
+    return (
+        f"seq_len_warmup reaches seq_len at data step {warmup[-1][0]}, and the run ends after"
+        f" steps={steps}: its last positions are never trained"
+    )
+
+
 def _recompute(recompute, compiles) -> str | None:
     if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
         return (
@@ -251,5 +260,6 @@ RULES = (
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),
+    (("seq_len_warmup", "steps"), _whole_length_is_reached),
     (("checkpoint.interval", "checkpoint.keep_every"), _auto_keeps),
 )

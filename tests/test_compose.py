@@ -312,6 +312,8 @@ def test_a_warm_up_of_the_sequence_length_cuts_evenly_and_ends_at_seq_len():
         line = only(f"seq_len_warmup={wrong}")
         assert line.startswith("seq_len_warmup")
         assert part in line
+    late = compose("tiny", ["steps=5", "seq_len_warmup=[[0,64],[5,256]]", "warmup=0"])
+    assert "the run ends after steps=5" in late.warnings[0]
 
 
 def test_head_shapes_are_checked():
