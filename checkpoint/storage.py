@@ -112,16 +112,6 @@ def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> N
             os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names created or renamed in `folder` durable."""
-    with naming(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of one-dim tensors in order, as few one-dim uint8 tensors as their memory allows.
 

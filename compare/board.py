@@ -17,7 +17,7 @@ from typing import Any
 
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
-from runtime.event_files import SERIES, EventFiles
+from runtime.event_files import FAMILIES, SERIES, EventFiles
 from runtime.memory import MIB
 
 FOLDER, REPORT = "tensorboard", "report"
@@ -66,7 +66,7 @@ def write_side(
     lines = curves(side)
     fields = {field for line in lines.values() for field in line}
     events = EventFiles(folder, life=1, after_step=0)
-    events.page(without=set(SERIES) - fields)
+    events.page(without={*SERIES, *FAMILIES} - fields)
     ranks = {run.layout["world"] for run in shown.runs}
     if len(ranks) > 1:
         values = {**values, "ranks": side.runs[0].layout["world"]}

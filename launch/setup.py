@@ -4,8 +4,8 @@ Runs before anything is installed, so it uses the standard library alone. The on
 is already there is never replaced. States: no venv -> being filled -> `ready` stamp; an interrupted
 set-up has no stamp and is simply continued.
 
-    python3 launch/setup.py .venv        make or refresh the venv
-    python launch/setup.py --check       check this interpreter, install nothing
+    python3 launch/setup.py .venv             make or refresh the venv
+    python launch/setup.py --check [tests]    check this interpreter, install nothing
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
             f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose"
             " another one: make PYTHON=/path/to/python3.11 ..."
         )
-    if arguments == ["--check"]:
-        return check()
+    if arguments[0] == "--check":
+        return check(for_tests="tests" in arguments)
     return make_venv(Path(arguments[0]))
 
 
@@ -89,9 +89,13 @@ def fill(folder: Path) -> int:
     return 0
 
 
-def check() -> int:
-    """Whether this interpreter has torch and everything in requirements.txt; names what lacks."""
-    wanted = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+def check(for_tests: bool) -> int:
+    """Whether this interpreter has torch and what requirements.txt lists; names what lacks. Only
+    tests need what stands below the line `# tests`.
+    """
+    lines = REQUIREMENTS.read_text().splitlines()
+    lines = lines if for_tests else lines[: lines.index("# tests")]
+    wanted = [line.split("#")[0].strip() for line in lines]
     lacking = []
     for line in ["torch>=2.11", *filter(None, wanted)]:
         name = re.match(r"[\w-]+", line).group()

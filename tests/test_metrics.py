@@ -5,6 +5,7 @@ Everything runs in one process without a model: the numbers are hand-made and th
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +63,15 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 # ---- the line file
+
+
+def test_lines_can_be_made_durable_while_the_run_goes_on(tmp_path, monkeypatch):
+    writer, synced = make_writer(tmp_path / "run"), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    write_step(writer, 1)
+    writer.sync()
+    assert synced == [str(tmp_path / "run" / "metrics.jsonl")]
+    writer.close()
 
 
 def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):

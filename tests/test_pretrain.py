@@ -291,7 +291,7 @@ def test_a_damaged_block_ends_every_rank_before_it_is_used(clone, pair):
 def test_a_damaged_block_is_the_cause_on_record(clone, pair):
     done = start(clone, "run=cause", "steps=12", "data.sources.synthetic.corpus=corpora/damaged")
     assert done.returncode == REFUSED
-    (event,) = read_events(clone / "runs" / "cause", "refused")
+    (event,) = read_events(clone / "runs" / "cause", "gave_up")
     assert "expected" in event["reason"]
 
 
