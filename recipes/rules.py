@@ -99,10 +99,11 @@ def _kv_heads(heads, kv_heads) -> str | None:
 def _window(window, seq_len) -> str | None:
     if window is None or window % seq_len == 0:
         return None
-    below = window // seq_len * seq_len or seq_len
+    below = window // seq_len * seq_len
+    above = below + seq_len
     return (
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
-        f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
+        f" nearest: {f'{below} or {above}' if below else above}"
     )
 
 
