@@ -113,8 +113,8 @@ class Warm:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.stdin.close()
         self.kill()
+        self._server.kill()  # at once: the interpreter's own end takes a second
         self._server.wait()
 
     def begin(self, *words: str, nproc: int = 1, what: str = "pretrain.py", **extra: str) -> None:
