@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+if __name__ == "__main__":  # what follows takes seconds to import
+    from runtime import requests
+
+    requests.REQUESTS.listen(is_importing=True)
+
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
@@ -36,12 +41,13 @@ from checkpoint.resume import Change
 from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
+from recipes.output import make_lossy
 from recipes.schema import Recipe, Shared, UserError
 from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
@@ -56,8 +62,8 @@ from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, data_of, read_state, standing
-from runtime.saving import Saver
+from runtime.resuming import compare, data_of, left_behind, read_state, standing
+from runtime.saving import Saver, Unsaved
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
@@ -119,7 +125,7 @@ def prepare(arguments: list[str]) -> Run | None:
     process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
     folder = ROOT / "runs" / recipe.run
@@ -127,6 +133,7 @@ def prepare(arguments: list[str]) -> Run | None:
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
+    warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
     if process.launched_rank() == 0:  # a network file system may show the others something older
@@ -325,23 +332,25 @@ def loop(run: Run, record: Record | None) -> int:
             if ending:
                 break
     HEART.beat("end")
+    if is_saved and not ending:
+        unsaved, ending = run.saver.last(step, guard.health.as_dict(), REQUESTS.now)
+    else:
+        unsaved = run.saver.drain()
     hardware.close()
-    unsaved = run.saver.drain()
+    if unsaved and is_saved and not ending:
+        raise Unsaved(f"the last step, {step}, is trained and not saved: {unsaved}")
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         cause = ending.cause if ending else "finished"
         record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
         REQUESTS.done()
-    if ending:
-        return ending.status
-    if is_saved and unsaved:
-        raise Shared(f"the last step was not saved: {unsaved}")
-    return FINISHED
+    return ending.status if ending else FINISHED
 
 
 def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
     """End this life after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
+    HEART.beat("end")
     run.saver.drain()  # it may be what is gone back to
     process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
     raise Rewound
@@ -422,6 +431,9 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
         *describe_places(settled.layout, run.process.local_world),
     ]
+    if recipe.seq_len_warmup:
+        pieces = [f"{length} from data step {step}" for step, length in recipe.seq_len_warmup]
+        lines.append(f"sequences are cut to {', '.join(pieces)}")
     for use in run.stream.usage(settled.last_step):
         rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
@@ -433,6 +445,7 @@ def banner(run: Run) -> list[str]:
 
 
 if __name__ == "__main__":
+    make_lossy()
     sys.excepthook = process.print_without_secrets
     HEART.begin()
     REQUESTS.listen()

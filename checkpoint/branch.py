@@ -30,10 +30,10 @@ from checkpoint.durable import sync_folder, sync_tree
 from checkpoint.lineage import MARK, Line, Lineage, lineage, read, run_folder
 from checkpoint.manifest import committed, read_manifest
 from checkpoint.resume import Change, check_resume
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import open_stream
 from recipes.check import folder_name, to_recipe
-from recipes.command import add_words, count_of, refuse, words_of
+from recipes.command import Parser, add_words, count_of, refuse, words_of
 from recipes.compose import compose, recipe_yaml
 from recipes.exits import FINISHED
 from recipes.schema import Recipe, UserError
@@ -49,7 +49,7 @@ OF_A_START = {"stop_after": None, "resume": "auto", "allow": [], "init_from": No
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.branch RUN --step N --to NAME`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make branch", description=__doc__)
+    parser = Parser(prog="make branch", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go on from")
     parser.add_argument("--segment", default="", help="take the checkpoint of this segment")
@@ -122,7 +122,7 @@ def branched(
     found = check_resume(stored, dataclasses.asdict(recipe)).changes
     allow = tuple(change.key for change in found if change.treatment == "deliberate")
     skips = history.data_with_skips(recipe.data, kept_skips(read(parent), target))
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     vocabulary = recipe.model.vocab_size
     stream = open_stream(skips, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     allowed = dataclasses.replace(recipe, allow=allow)

@@ -21,10 +21,10 @@ from checkpoint.choose import verify
 from checkpoint.lease import refuse_held
 from checkpoint.lineage import Line, lineage, read, run_folder
 from checkpoint.manifest import committed
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.skips import Skips
 from model.cost import num_parameters
-from recipes.command import count_of, refuse
+from recipes.command import Parser, count_of, refuse
 from recipes.compose import compose
 from recipes.exits import FINISHED
 from recipes.schema import UserError
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.rewind RUN --step N ...`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make rewind", description=__doc__)
+    parser = Parser(prog="make rewind", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go back to; 0 = the start")
     parser.add_argument("--skip", default="", help="ranges of data steps first:end")
@@ -94,7 +94,7 @@ def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
 def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
     """Ranges that the run never comes to."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
     skips = Skips(history.data_with_skips(recipe.data, history.in_force(read(folder))).skip)
     last = skips.data_step(steps) + sum(end - first for first, end in ranges)

@@ -9,16 +9,16 @@ does when a run starts.
 
 from __future__ import annotations
 
-import argparse
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import table
@@ -32,7 +32,7 @@ SHOWN = 40
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m parallel.layouts`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
+    parser = Parser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
     add_words(parser, "+", "recipe, then overrides")
@@ -102,13 +102,22 @@ def text(
     if len(shown) < len(rows):
         lines += [f"  {len(rows) - len(shown)} more: ALL=1"]
     lines += ["", f"illegal: {len({name for names in illegal.values() for name in names})}"]
-    for problem, names in illegal.items():
+    for problem, names in by_rule(illegal).items():
         count = f"{len(names)} layouts" if len(names) > 1 else "1 layout"
         lines += [
             f"  {problem}",
             f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}",
         ]
     return lines
+
+
+def by_rule(illegal: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The first problem of each rule -> the layouts that break it; a size once more is no news."""
+    rules: dict[str, tuple[str, dict[str, None]]] = {}
+    for problem, names in illegal.items():
+        _, broken = rules.setdefault(re.sub(r"[\d, ]+", "0", problem), (problem, {}))
+        broken.update(dict.fromkeys(names))
+    return {first: list(names) for first, names in rules.values()}
 
 
 def combinations() -> list[list[str]]:

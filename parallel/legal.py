@@ -207,18 +207,24 @@ def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | Non
 
 
 def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
-    axes, seq_len = recipe.parallel, recipe.seq_len
-    if seq_len % axes.context:
+    lengths = [("seq_len=", recipe.seq_len)]
+    lengths += [("seq_len_warmup: ", length) for _, length in recipe.seq_len_warmup or ()]
+    return next((line for one in lengths if (line := _length_problem(recipe, *one))), None)
+
+
+def _length_problem(recipe: Recipe, name: str, length: int) -> str | None:
+    axes = recipe.parallel
+    if length % axes.context:
         return (
-            f"seq_len={seq_len} is not a multiple of parallel.context={axes.context}; nearest: "
-            + nearest_multiples(seq_len, axes.context)
+            f"{name}{length} is not a multiple of parallel.context={axes.context}; nearest: "
+            + nearest_multiples(length, axes.context)
         )
     parts = axes.context * axes.tensor
-    if axes.sequence and seq_len % parts:
+    if axes.sequence and length % parts:
         return (
-            f"seq_len={seq_len} is not a multiple of parallel.context {axes.context} x"
+            f"{name}{length} is not a multiple of parallel.context {axes.context} x"
             f" parallel.tensor {axes.tensor} = {parts}, over which parallel.sequence=true splits"
-            f" tokens; nearest: {nearest_multiples(seq_len, parts)}, or parallel.sequence=false"
+            f" tokens; nearest: {nearest_multiples(length, parts)}, or parallel.sequence=false"
         )
     return None
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from recipes.schema import read_steps
+
+# A thousand times the largest batches in print, and places that still fit into memory.
+MOST_SEQUENCES = 2**22
 
 
 def _one_length(steps, tokens) -> str | None:
@@ -43,6 +47,27 @@ def _decay_fits(schedule, decay, warmup, steps) -> str | None:
             f" of them (optim.decay at most {1 - share:.4g})"
         )
     return None
+
+
+def _decay_leaves_weights(lr, weight_decay) -> str | None:
+    if lr * weight_decay < 1:
+        return None
+    return (
+        f"optim.lr={lr:g} x optim.weight_decay={weight_decay:g} is {lr * weight_decay:g}: a step"
+        " would take away whole weights and more; lower one of them (their product is usually below"
+        " 0.001)"
+    )
+
+
+def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
+    ramp = batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
+    most = max(tokens for _, tokens in ramp)
+    if most // seq_len <= MOST_SEQUENCES:
+        return None
+    return (
+        f"batch_tokens={most} is {most // seq_len} sequences of seq_len={seq_len} in one step; at"
+        f" most {MOST_SEQUENCES}, so at most {MOST_SEQUENCES * seq_len} tokens"
+    )
 
 
 def _heads(hidden, heads, head_dim) -> str | None:
@@ -79,6 +104,28 @@ def _window(window, seq_len) -> str | None:
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
         f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
     )
+
+
+def _seq_len_warmup(warmup, seq_len) -> str | None:
+    if warmup is None:
+        return None
+    lengths = [length for _, length in warmup]
+    uneven = [length for length in lengths if seq_len % length]
+    if uneven:
+        parts = [n for n in range(2, 65) if seq_len % n == 0][:8]
+        legal = f"; legal: {', '.join(str(seq_len // n) for n in reversed(parts))}" if parts else ""
+        return (
+            f"seq_len_warmup has the length {uneven[0]}, which does not divide seq_len={seq_len}:"
+            f" sequences are cut into equal parts{legal}"
+        )
+    if any(low >= high for low, high in pairwise(lengths)):
+        return f"seq_len_warmup has the lengths {lengths}; those of a warm-up increase"
+    if lengths[-1] != seq_len:
+        return (
+            f"seq_len_warmup ends at {lengths[-1]} tokens, and seq_len={seq_len} would never be"
+            f" reached: add [STEP, {seq_len}], or lower seq_len"
+        )
+    return None
 
 
 def _built_in_corpora(sources) -> str | None:
@@ -188,9 +235,12 @@ RULES = (
     (("steps", "tokens"), _one_length),
     (("warmup", "steps"), _warmup_fits),
     (("optim.schedule", "optim.decay", "warmup", "steps"), _decay_fits),
+    (("optim.lr", "optim.weight_decay"), _decay_leaves_weights),
+    (("batch_tokens", "seq_len"), _batch_has_an_end),
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
+    (("seq_len_warmup", "seq_len"), _seq_len_warmup),
     (("data.sources",), _sources),
     (("recompute", "compile"), _recompute),
     (("data.sources",), _built_in_corpora),

@@ -7,6 +7,7 @@ anything. Every folder has these names from `recipes.schema`.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import shlex
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ MANY = 2**40  # tokens, steps
 WIDE = 2**24  # sizes of a model
 # No count in training has more digits; "1e999999999" would fill the memory as an int.
 LARGEST_EXPONENT = 30
+LONGEST_SHOWN = 200  # characters of a value in a message
 
 
 class UserError(ValueError):
@@ -74,6 +76,15 @@ def as_float(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError("is not a finite number")
     return number
+
+
+def as_written(value: Any) -> str:
+    """A value in the notation of recipes, for messages: null, true, [a, 1]; long ones cut."""
+    if isinstance(value, str):
+        text = repr(value)
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str).replace('"', "")
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def read_ranks(variable: str, text: str) -> int:

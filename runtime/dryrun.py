@@ -12,7 +12,6 @@ nothing. Units: elements, GiB.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -26,18 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
 from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
 from parallel.mesh import Mesh, forget_groups, make_mesh, members
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime import engine
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
 from runtime.state_bytes import of_layout
 
@@ -47,7 +47,7 @@ META = torch.device("meta")
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m runtime.dryrun`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make dryrun", description=__doc__)
+    parser = Parser(prog="make dryrun", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -66,9 +66,9 @@ def collect(
     dish: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
 ) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    recipe = compose(dish, overrides).recipe
+    recipe = compose(dish, overrides, ds_problems).recipe
     ranks = recipe.parallel.model_ranks if world is None else read_ranks("WORLD", world)
-    settled = settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+    settled = settle(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(settled.config)
     join_fake(number, ranks)

@@ -11,6 +11,7 @@ runtime.metrics.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from checkpoint.commit import SaveReport
 from checkpoint.epochs import Fenced
 from checkpoint.resume import Change
+from model.cost import flops_per_token
 from recipes.schema import Recipe, UserError
 from runtime import run_folder
 from runtime.alerts import Alerts
@@ -77,6 +79,8 @@ class Record:
         self.console = Console(
             name, settled.last_step, after_step=after_step, every=recipe.log.every
         )
+        self._warms_up = bool(recipe.seq_len_warmup)
+        self._flops_per_token = functools.cache(functools.partial(flops_per_token, recipe.model))
         device = run_folder.device_name(process.device)
         self.writer = MetricsWriter(
             folder,
@@ -120,6 +124,8 @@ class Record:
             skipped=result.skipped,
             val_loss=None if finished.val_loss is None else float(finished.val_loss),
             communication_bytes=finished.communication_bytes,
+            seq_len=data.length if self._warms_up else None,
+            flops_per_token=self._flops_per_token(data.length),
         )
         self.console.step(line)
 
@@ -147,6 +153,7 @@ class Record:
             else:
                 facts = {"step": step, **one.facts}
                 if one.kind == "notice" or one.is_quiet:
+                    facts |= {"is_quiet": True} if one.is_quiet else {}
                     self.writer.event(one.kind, text=one.text, **facts)
                     if not one.is_quiet:
                         self.console.say(f"warning: {one.text}")
@@ -238,7 +245,9 @@ class Record:
         if isinstance(error, Fenced):  # the record is another life's now
             self.console.close()
             return
-        cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, UserError):
+            cause = "gave_up"  # it had begun, and another start would end alike
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed

@@ -106,7 +106,6 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         optimizer_s=0.1,
         other_s=0.05,
         eval_s=2.0,
-        save_s=3.0,
         skipped=False,
         skipped_steps=0,
         accumulation=1,
@@ -385,3 +384,19 @@ def test_a_refusal_by_wandb_is_a_users_mistake_not_a_crash(tmp_path, fake_wandb)
     fake_wandb.init = init
     with pytest.raises(UserError, match=r"wandb refused .*WANDB_MODE=offline"):
         make_writer(tmp_path / "run", wandb="my-project")
+
+
+def test_a_service_that_fails_later_costs_the_mirror_and_not_the_run(tmp_path, fake_wandb):
+    def fail(*values, **options):
+        raise fake_wandb.Error("no network")
+
+    said = []
+    writer = make_writer(tmp_path / "run", wandb="p", tensorboard=True, say=said.append)
+    writer._mirror._run.finish = fail
+    write_step(writer, 1)
+    writer.finish()
+    fake_wandb.init = fail  # gone when the run goes on
+    writer = make_writer(tmp_path / "run", after_step=1, wandb="p", say=said.append)
+    write_step(writer, 2)
+    assert writer.finish()["last_step"] == 2
+    assert said == ["warning: log.wandb=p: no network; going on without the mirror"] * 2

@@ -181,6 +181,18 @@ def test_make_passes_the_failure_on(clone):
     assert not (clone / "runs" / "refused").exists()
 
 
+def test_an_interpreter_of_ones_own_must_be_there_and_comes_with_its_pythonpath(clone, tmp_path):
+    done = run_command(["make", "recipes", "PYTHON=/no/such/python"], 60, cwd=clone)
+    assert done.returncode == 2
+    assert "refused: PYTHON=/no/such/python: no such program" in done.stdout
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nprint('of my own', sys.flags.utf8_mode)\n"
+    )
+    command = ["make", f"PYTHON={sys.executable}", "python-given"]
+    done = run_command(command, 60, cwd=clone, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "of my own 1\n"
+
+
 def test_nothing_given_to_make_is_read_by_a_shell(clone, tmp_path):
     seen = tmp_path / "seen"
     for word in (
@@ -286,7 +298,7 @@ def test_a_damaged_block_ends_every_rank_before_it_is_used(clone, pair):
 def test_a_damaged_block_is_the_cause_on_record(clone, warm, pair):
     done = warm.start("run=cause", "steps=12", "data.sources.synthetic.corpus=corpora/damaged")
     assert done.returncode == REFUSED
-    (event,) = read_events(clone / "runs" / "cause", "refused")
+    (event,) = read_events(clone / "runs" / "cause", "gave_up")
     assert "expected" in event["reason"]
 
 

@@ -148,6 +148,12 @@ def test_the_launcher_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_the_run_chooses_its_device_before_deepspeed_does():
+    """DeepSpeed takes the GPU of a host at its first import, whatever the recipe says later."""
+    code = "import sys, pretrain; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_files_and_functions_stay_short():
     files, functions = [], []
     for path in sources():

@@ -230,7 +230,7 @@ def board(compared, clone, tmp_path_factory):
 
 LABELS = [f"zero={zero}" for zero in STAGES]
 PAGES = {
-    "timeseries": ["/losses", "/speed", "/mib_per_step"],  # the others wait further down
+    "timeseries": ["/losses", "/speed", "/train"],  # the others wait further down
     "custom_scalars": ["Throughput, tokens/s over all ranks", "Training loss, nats per token",
                        "Gradient norm before clipping", "Communication of rank 0, MiB per step"],
     "hparams": ["tokens/s, all ranks", "peak memory of a rank, GiB", "zero"],
