@@ -145,8 +145,8 @@ goodput: $(READY) ## where every second of RUN went; the best checkpoint.interva
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
 
-verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
+verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=; ALL=1: abandoned ones, too)
+	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(ALL),--all)
 
 rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
 	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
@@ -162,8 +162,9 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")

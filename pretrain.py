@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+if __name__ == "__main__":  # what follows takes seconds to import
+    from runtime import requests
+
+    requests.REQUESTS.listen(is_importing=True)
+
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
@@ -57,7 +62,7 @@ from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, data_of, read_state, standing
+from runtime.resuming import compare, data_of, left_behind, read_state, standing
 from runtime.saving import Saver, Unsaved
 from runtime.settle import Settled, settle
 
@@ -128,6 +133,7 @@ def prepare(arguments: list[str]) -> Run | None:
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
+    warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
     if process.launched_rank() == 0:  # a network file system may show the others something older

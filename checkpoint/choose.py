@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from checkpoint.comm import Comm, broadcast
 from checkpoint.epochs import Fence
 from checkpoint.manifest import (
     NAME,
+    STEP_PATTERN,
     Manifest,
     abandoned,
     committed,
@@ -36,6 +38,7 @@ from recipes.schema import UserError
 # Blocks of each file that a sampled check reads, besides the first and the last.
 SAMPLE_BLOCKS = 6
 DEPTHS = ("sizes", "sampled", "full")
+ASIDE = re.compile(rf"{STEP_PATTERN.pattern}\.damaged-\d+", re.ASCII)  # what `set_aside` names
 
 
 @dataclass(frozen=True)

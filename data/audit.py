@@ -10,12 +10,11 @@ RUN is a run folder or a name under runs/. Its one rule: nothing is believed tha
 does not confirm. Where a run was changed on the way, each step is rebuilt with the recipe that held
 then (history.jsonl).
 
-Exit status: 0 = all agrees; 1 = it does not; 2 = there is nothing to audit.
+Exit status: 0 = all agrees; 1 = it does not; 93 = there is nothing to audit.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -37,6 +36,7 @@ from data.trace import Piece, origins, pieces_of_step, steps_of_document
 from data.usage import use_problems
 from model.cost import num_parameters
 from recipes.check import to_recipe
+from recipes.command import Parser, refuse
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError
 from recipes.table import table
@@ -45,7 +45,7 @@ from runtime.settle import length_in_steps
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES = 40  # of a table of steps; the rest is counted
 TOKENS_A_LINE, FEW_TOKENS = 16, 40  # of a document's text; fewer have a line each
-AGREES, DIFFERS, NOTHING = 0, 1, 2
+AGREES, DIFFERS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Audited:
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m data.audit`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make audit", description=__doc__)
+    parser = Parser(prog="make audit", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", type=int, help="train step to look at")
     parser.add_argument("--doc", help="document number, or SOURCE:NUMBER")
@@ -113,9 +113,7 @@ def main(arguments: Sequence[str]) -> int:
             return show_document(run, options.doc, options.tokens, options.text)
         return check(run, max(options.every, 1))
     except UserError as error:
-        for problem in error.problems:
-            print(f"audit: {problem}", file=sys.stderr)
-        return NOTHING
+        return refuse(error)
 
 
 def show_step(run: Audited, step: int, with_text: bool) -> int:

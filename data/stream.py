@@ -32,7 +32,7 @@ from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
 from data.shards import Split
-from data.skips import Mask, Skips, digest
+from data.skips import Mask, Skips, digest, merged
 from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
@@ -240,6 +240,7 @@ class Stream:
         ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
         if len(ids) > MOST_NAMED:
             ids = {f"all {len(ids)}": digest(ids)}
+        made_with = (corpus.tokenizer_fingerprint for corpus in self.corpora)
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -249,6 +250,7 @@ class Stream:
             "skips": self.skips.fingerprint(),
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
+            "tokenizer": next((one[:16] for one in made_with if one), None),
         } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:
@@ -308,11 +310,18 @@ class Stream:
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
 
-        Raises UserError where a source exceeds its max_epochs, or where there is nothing to
-        evaluate on.
+        Raises UserError where a source exceeds its max_epochs, where no step would train, or where
+        there is nothing to evaluate on.
         """
         if eval_tokens:
             self._evaluation_set(eval_tokens)
+        used = self.skips.data_step(1), self.skips.data_step(steps)
+        for first, end in merged([*self.skips.advance, *self.skips.no_update]):
+            if first <= used[0] and used[1] < end:
+                raise UserError(
+                    f"data.skip.no_update covers all {steps} steps: nothing would be trained;"
+                    " shorten it, or train more steps"
+                )
         notes = [note for corpus in self.corpora for note in corpus.notes]
         notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)

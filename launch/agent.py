@@ -176,7 +176,7 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         signal.signal(number, lambda number, _: ranks.stop(number))
     if lifeline.has_pulse:
         lifeline.silence_s = SILENT_SHARE * order["lost_s"]
-        threading.Thread(target=pulse, args=(voice,), daemon=True).start()
+    threading.Thread(target=pulse, args=(voice,), daemon=True).start()
     voice.say("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
 

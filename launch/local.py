@@ -24,15 +24,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # what follows takes a second to import
+    from runtime import requests
+
+    requests.REQUESTS.listen(is_importing=True)
+
 from data.schedule import schedule_of
 from data.stream import open_stream
 from launch import network, start
 from launch.budget import Budget, Life
 from launch.environment import left_here, passed, watched
-from launch.facts import gather, remove_stale_locks
+from launch.facts import gather, gpus, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
-from launch.judge import Need
+from launch.judge import Need, ailing
 from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, wanted_port
 from launch.screen import Screen
@@ -40,7 +45,7 @@ from launch.slurm import requeued
 from launch.spares import SpareWatch
 from launch.start import Asked, Lived
 from launch.supervise import Start, supervise
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.output import make_lossy
@@ -48,8 +53,9 @@ from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
 from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.mirror import require_wandb
-from runtime.requests import REQUESTS, AskedEarly, forget
+from runtime.requests import EARLY, REQUESTS, AskedEarly, forget
 from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
@@ -83,13 +89,13 @@ def main(arguments: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     except AskedEarly as early:  # a signal while it checks, or builds a corpus
-        print("interrupted before the start; nothing is lost", file=sys.stderr)
+        print(EARLY, end="", file=sys.stderr)
         return early.ending.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a variable of make that was not given comes as an empty text."""
-    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
+    parser = Parser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
@@ -118,11 +124,20 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
         )
 
+    def mend(life: Life | None, lived: Lived | None) -> Start:
+        if recipe.cluster.device != "cpu":  # as the doctor does on other hosts, before each life
+            found = gpus()
+            if "problem" in found:
+                print(f"warning: GPUs: {found['problem']}", file=sys.stderr)
+            if problems := ailing(found.get("cards", []), ranks, os.environ):
+                raise UserError(*problems)
+        return Start(ranks, live)
+
     forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
     with start.signals() as asked:
         return supervise(
-            lambda life, lived: Start(ranks, live),
+            mend,
             book,
             Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
@@ -266,7 +281,7 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words).recipe
+    recipe = compose_command(words, ds_problems).recipe
     schedule = schedule_of(recipe)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)

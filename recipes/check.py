@@ -12,7 +12,7 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.redaction import redacted
@@ -21,11 +21,11 @@ from recipes.schema import (
     FP16,
     MANY,
     STAGE_0,
-    WIDE,
     Recipe,
     UserError,
     as_float,
     as_int,
+    as_written,
     did_you_mean,
 )
 
@@ -33,21 +33,28 @@ from recipes.schema import (
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")
 LONGEST_NAME = 100
 LONGEST_PART = 255
+MOST_TOKENS = MANY * 2**16
+LARGEST_SHARE = 1e12  # sums of these are exact enough
 BAD = object()  # stands for a value that has already been reported
 
 
 def to_recipe(
-    values: dict[str, Any], origins: Mapping[str, str], missing: list[str]
+    values: dict[str, Any],
+    origins: Mapping[str, str],
+    missing: Sequence[str],
+    broken: Mapping[str, str] = {},
 ) -> tuple[Recipe, list[str]]:
     """The frozen recipe and its warnings, from nested plain values.
 
-    `origins` says where each dotted knob came from; `missing` are knobs left at `???`. Raises
-    UserError with every problem found.
+    `origins` says where each dotted knob came from; `missing` are knobs left at `???`; `broken`
+    have a value that cannot be told, and say why. Raises UserError with every problem found.
     """
-    reader = _Reader(origins, missing)
+    reader = _Reader(origins, missing, broken)
     recipe = reader.read_class(Recipe, values, "")
     known = {path: value for path, value in reader.read.items() if value is not BAD}
-    problems = list(reader.problems)
+    problems = [f"{path}: {reason}" for path, reason in broken.items()] + reader.problems
+    for path in missing:  # a key of the DeepSpeed JSON, or a whole source
+        reader.missing.setdefault(path, "which stands at ???")
     if reader.missing:
         listed = ", ".join(f"{path} ({meaning})" for path, meaning in reader.missing.items())
         problems.insert(0, f"no value for {listed}; set each in the recipe or as knob=value")
@@ -96,15 +103,18 @@ def is_text(path: str) -> bool:
 class _Reader:
     """Reads nested values into dataclasses; remembers problems, missing knobs and values read."""
 
-    def __init__(self, origins: Mapping[str, str], missing: list[str]):
+    def __init__(
+        self, origins: Mapping[str, str], missing: Sequence[str], broken: Mapping[str, str]
+    ):
         self.origins = origins
         self.unset = set(missing)
+        self.broken = broken
         self.problems: list[str] = []
         self.missing: dict[str, str] = {}
         self.read: dict[str, Any] = {}
 
     def fail(self, path: str, value: Any, reason: str) -> Any:
-        self.problems.append(f"{path}={value!r}{self.where(path)} {reason}")
+        self.problems.append(f"{path}={as_written(value)}{self.where(path)} {reason}")
         return BAD
 
     def where(self, path: str) -> str:
@@ -122,7 +132,9 @@ class _Reader:
         arguments = {}
         for field in dataclasses.fields(cls):
             name, kind = prefix + field.name, hints[field.name]
-            if field.name in values:
+            if name in self.broken:
+                value = BAD
+            elif field.name in values:
                 value = self.read_value(kind, values[field.name], name, field.metadata)
             elif _has_default(field) and name not in self.unset:
                 value = self.default(field, kind, name)
@@ -223,12 +235,16 @@ def _outside(value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _to_bool(value: Any) -> bool:
+    if value in ("true", "false"):
+        raise ValueError("is text; write true or false without quotes")
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
 
 
 def _to_text(value: Any) -> str:
+    if value is None:
+        raise ValueError("is not legal here")
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
     if any(ord(letter) < 32 for letter in value):
@@ -260,8 +276,8 @@ def folder_name(value: Any) -> str | None:
 
 def _positive(value: Any) -> int:
     number = as_int(value)
-    if not 1 <= number <= MANY * WIDE:
-        raise ValueError(f"must be from 1 to {MANY * WIDE}")
+    if not 1 <= number <= MOST_TOKENS:
+        raise ValueError(f"must be from 1 to {MOST_TOKENS}")
     return number
 
 
@@ -378,8 +394,8 @@ def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
 
 def _share(value: Any) -> float:
     number = as_float(value)
-    if number < 0:
-        raise ValueError("must be at least 0")
+    if not 0 <= number <= LARGEST_SHARE:
+        raise ValueError(f"must be from 0 to {LARGEST_SHARE:g}")
     return number
 
 

@@ -9,7 +9,6 @@ computes nothing itself; the numbers are those that the launcher and the run use
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -22,13 +21,14 @@ from data.sources import drawn
 from data.stream import open_stream
 from model.cost import flops_per_token
 from parallel.layout import most_parameters
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
-from runtime.state_bytes import ON_HOST, state_bytes
+from runtime.state_bytes import ON_HOST, of_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -36,7 +36,7 @@ GIB = 2**30
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m recipes.show`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make show", description=__doc__)
+    parser = Parser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_words(parser, "+", "recipe, then overrides")
@@ -53,10 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    composed = compose(dish, overrides)
+    composed = compose(dish, overrides, ds_problems)
     recipe = composed.recipe
-    axes = recipe.parallel
-    world = world or axes.tensor * axes.pipeline * axes.context
+    world = world or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     settled = settle(recipe, world, schedule)
     confirm(settled.config)
@@ -106,17 +105,7 @@ def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
 def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
     """Bytes of training state per parameter of one rank's share, and in all."""
     layout, engine = settled.layout, settled.engine
-    parts = state_bytes(
-        engine.stage,
-        recipe.precision,
-        engine.grad_dtype,
-        # A pipeline reduces after its last pass, also where there is only one.
-        layout.accumulates or layout.pipeline > 1,
-        engine.is_immediate,
-        layout.zero_ranks,
-        engine.is_offloaded,
-        recipe.optim.name,
-    )
+    parts = of_layout(recipe, layout, engine)
     share = most_parameters(recipe.model, layout)
     return {
         "bytes_per_parameter": parts,

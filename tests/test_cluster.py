@@ -81,7 +81,7 @@ def plan(port: int = 29_123) -> Plan:
 
 # A launcher in a process of its own, as `make pretrain` has one.
 LAUNCH = """
-import json, sys
+import functools, json, sys
 from pathlib import Path
 from launch.cluster import Cluster
 from launch.hostfile import Host
@@ -96,6 +96,7 @@ hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
 cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
+start.order_of = functools.partial(start.order_of, lost_s=told["lost_s"])
 sys.exit(start.across(cluster, Plan(29123, plans, []), words, 1, told["environment"], told["runs"]))
 """
 
@@ -106,7 +107,7 @@ class Launch:
     def __init__(self, out: Path, action: str, ssh: Path | None, *words: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
-        told = {"via": "ssh", "environment": {}, "runs": None, **told}
+        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
         told |= {
             "out": str(out),
             "action": action,
@@ -308,6 +309,20 @@ def test_a_signal_leaves_no_process_behind_pdsh(tmp_path, ssh):
     launch.started()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 128 + signal.SIGTERM
+    assert nothing_stays(launch.out)
+
+
+@pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh on this machine (Debian: pdsh)")
+def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
+    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=3)
+    agents = [content["parent"] for content in launch.started()]
+    os.kill(agents[1], signal.SIGSTOP)
+    try:
+        status, output = launch.end()
+    finally:
+        os.kill(agents[1], signal.SIGKILL)
+    assert status != 0
+    assert "nothing was heard of it for 3 s" in output
     assert nothing_stays(launch.out)
 
 
