@@ -11,10 +11,14 @@ not say itself: fingerprints of corpora and tokenizer, the version of the order.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from recipes.schema import Recipe
 
 FIXED = (
     "identity",
@@ -93,7 +97,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
     changes = []
     for key in keys:
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if _same(old, new):
+        if _same(old, new) or (old == ABSENT and _is_default(key, new)):
             continue
         change = Change(key, old, new, treatment(key))
         changes.append(change)
@@ -129,6 +133,23 @@ def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
         elif not isinstance(value, Mapping):
             flat[key] = value
     return flat
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether a dotted knob has the value that it has where nobody names it."""
+    place: Any = Recipe
+    *groups, name = key.split(".")
+    for group in groups:
+        if typing.get_origin(place) is dict:  # sources: the group is a name of the user's
+            place = typing.get_args(place)[1]
+        else:
+            place = typing.get_type_hints(place).get(group) if place else None
+    fields = dataclasses.fields(place) if dataclasses.is_dataclass(place) else ()
+    for field in fields:
+        if field.name == name:
+            has_factory = field.default_factory is not dataclasses.MISSING
+            return _same(field.default_factory() if has_factory else field.default, value)
+    return False
 
 
 def _covers(pattern: str, key: str) -> bool:

@@ -206,6 +206,32 @@ def test_the_same_recipe_has_nothing_to_say():
     assert check_resume(recipe(), json.loads(json.dumps(recipe()))).changes == []
 
 
+@pytest.mark.parametrize(
+    ("key", "default", "other"),
+    [
+        ("seq_len_warmup", None, [[0, 8]]),
+        ("model.qk_norm", False, True),
+        ("parallel.sequence", True, False),
+        ("data.sources.prose.weight", 1.0, 2.0),
+        ("data.skip.mask", [], [[1, 2]]),
+    ],
+)
+def test_a_knob_that_an_older_version_did_not_know_is_no_change_at_its_default(key, default, other):
+    before = recipe()
+    place = before
+    for group in key.split(".")[:-1]:
+        place = place.setdefault(group, {})
+    place.pop(key.split(".")[-1], None)
+    plain = json.loads(json.dumps(before))
+    for value, is_new in ((default, False), (other, True)):
+        now = json.loads(json.dumps(before))
+        place = now
+        for group in key.split(".")[:-1]:
+            place = place[group]
+        place[key.split(".")[-1]] = value
+        assert [change.key for change in check_resume(plain, now).changes] == [key] * is_new
+
+
 def test_an_allowance_that_names_nothing_is_a_problem():
     (problem,) = check_resume(recipe(), recipe(), allow=["optim.lrr"]).problems
     assert "no knob has this name" in problem
