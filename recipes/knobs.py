@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -70,8 +71,17 @@ def _legal(data) -> str:
         return " | ".join(data["choices"])
     marks = {"low": ">=", "above": ">", "high": "<=", "below": "<"}
     return ", ".join(
-        f"{mark} {data[name]:g}" for name, mark in marks.items() if data[name] is not None
+        f"{mark} {_bound(data[name])}" for name, mark in marks.items() if data[name] is not None
     )
+
+
+def _bound(number: float) -> str:
+    """Powers of two above a million as such: nobody knows 1099511627776, or 1.09951e+12."""
+    power = round(math.log2(number)) if number > 1e6 else 0
+    for less in (0, 1):
+        if power and number == 2**power - less:
+            return f"2^{power}{' - 1' * less}"
+    return f"{number:g}"
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ def next_command(state: State) -> list[str]:
     if "gave_up" in kinds[-2:]:
         what = f"mend what the reason names (docs/troubleshooting.md); then {what}"
     recipe = (state.folder / "recipe.yaml").read_text()
-    words = f"make pretrain RECIPE={state.folder}/recipe.yaml"
+    folder = state.folder
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    words = f"make pretrain RECIPE={folder}/recipe.yaml"
     world = world_of(state.folder)
     words += f" NPROC={world}" if world and world > 1 else ""
     # The recipe as it is would set this very folder aside.

@@ -68,6 +68,8 @@ def test_find_looks_in_names_and_meanings(capsys):
     assert "optim.lr" in out
     assert "peak learning rate" in out
     assert "required" in out
+    assert knobs.main(["--find", "model.vocab_size"]) == 0
+    assert ">= 2, <= 2^31 - 1 " in capsys.readouterr().out
     assert "micro_batch" not in out
     assert knobs.main(["--find", "bucket"]) == 0
     assert "ds.zero_optimization.reduce_bucket_size" in capsys.readouterr().out
