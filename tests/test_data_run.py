@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clones import make_clone, start
 from ranks import run_command
 from small_corpora import random_documents, write_corpus
+from warm import Warm
 
 from checkpoint.history import read as read_history
 from data.ledger import read_ledger
@@ -40,25 +42,32 @@ def clone(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(clone) -> Path:
+def warm(clone) -> Iterator[Warm]:
+    """Starts on one rank, without a launcher."""
+    with Warm(clone) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(clone, warm) -> Path:
     """The final recipe from the start, on one rank."""
-    done = start(clone, "run=whole", *SHORT, *SOURCES, *LATER)
+    done = warm.start("run=whole", *SHORT, *SOURCES, *LATER)
     assert done.returncode == FINISHED, done.stdout
     return clone / "runs" / "whole"
 
 
 @pytest.fixture(scope="module")
-def grown(clone) -> Path:
+def grown(clone, warm) -> Path:
     """The same, its later parts given only when the run went on, on two ranks."""
     words = ["run=grown", *SHORT, *SOURCES, "zero=2"]
-    done = start(clone, *words, "data.skip.advance=[[2,4]]", "stop_after=5")
+    done = warm.start(*words, "data.skip.advance=[[2,4]]", "stop_after=5")
     assert done.returncode == FINISHED, done.stdout
     early = ["data.skip.advance=[[2,6]]", "data.sources.a.weight=3", "allow=[data]"]
-    done = start(clone, *words, *early)
+    done = warm.start(*words, *early)
     assert done.returncode == REFUSED
     assert "let new ones begin at data step 7 or later" in done.stdout
     assert "data.sources.NAME.weight=[[0,OLD],[7,NEW]]" in done.stdout
-    done = start(clone, *words, *LATER)
+    done = warm.start(*words, *LATER)
     assert done.returncode == REFUSED
     assert done.stdout.count("allow it by name") == 4
     done = start(clone, *words, *LATER, "allow=[data.skip,data.sources]", nproc=2)
