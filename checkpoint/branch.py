@@ -33,11 +33,12 @@ from checkpoint.resume import Change, check_resume
 from data.schedule import schedule_of
 from data.stream import open_stream
 from recipes.check import folder_name, to_recipe
-from recipes.command import Parser, add_words, refuse, words_of
+from recipes.command import Parser, add_words, count_of, refuse, words_of
 from recipes.compose import compose, recipe_yaml
 from recipes.exits import FINISHED
 from recipes.schema import Recipe, UserError
 from runtime.resuming import compare, read_state
+from runtime.settle import attempt
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "environment.json"
@@ -77,17 +78,16 @@ def main(arguments: list[str]) -> int:
 
 def find(parent: Path, options: argparse.Namespace) -> tuple[history.Target, Path]:
     """The checkpoint to go on from, every byte of it read. Raises UserError."""
-    problems = [
-        f"{name}={text}: give a number, such as {name}=80"
-        for name, text in (("STEP", options.step), ("SEGMENT", options.segment or "0"))
-        if not (text.isascii() and text.isdigit()) or (name == "STEP" and int(text) == 0)
-    ]
+    problems: list[str] = []
+    step = attempt(problems, lambda: count_of("STEP", options.step, least=1))
+    segment = None
+    if options.segment:
+        segment = attempt(problems, lambda: count_of("SEGMENT", options.segment))
     problems += name_problems(options.to)
     if problems:
         raise UserError(*problems)
     lines = read(parent)
-    segment = int(options.segment) if options.segment else None
-    target = history.find(parent, lines, int(options.step), segment)
+    target = history.find(parent, lines, step, segment)
     path = dict(committed(parent / "checkpoints", lineage(lines, target.segment)))[target.step]
     damage = verify(path, "full")
     if damage:

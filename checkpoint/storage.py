@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from checkpoint.blocks import (
@@ -241,15 +242,10 @@ def read(
     line for each bad file; other files are read nevertheless, so that one look names them all.
     """
     total, problems = 0, []
-    edges = [
-        0,
-        *(1 + i for i in range(len(jobs) - 1) if jobs.file[i] != jobs.file[i + 1]),
-        len(jobs),
-    ]
-    for low, high in pairwise(edges):
-        if low == high:
-            continue
-        rank = int(jobs.file[low])
+    ranks, first = np.unique(jobs.file, return_index=True)  # jobs are sorted by file
+    for rank, (low, high) in zip(
+        ranks.tolist(), pairwise([*first.tolist(), len(jobs)]), strict=True
+    ):
         path = folder / data_name(rank)
         try:
             with opened(path) as descriptor:

@@ -24,7 +24,7 @@ from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import table
 from runtime.engine_config import load_preset
 from runtime.settle import json_for
-from runtime.state_bytes import state_bytes
+from runtime.state_bytes import of_layout
 
 GIB = 2**30
 SHOWN = 40
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         dish, *words = words_of(options)
         recipe = compose(dish, words).recipe
-        axes = recipe.parallel
-        fewest = axes.tensor * axes.pipeline * axes.context
+        fewest = recipe.parallel.model_ranks
         world = fewest if options.world is None else read_ranks("WORLD", options.world)
         own = load_preset(recipe.zero).stage
     except UserError as error:
@@ -80,17 +79,7 @@ def sort(
 
 def state_gib(recipe: Recipe, layout: Layout) -> float:
     """GiB of training state on the rank that holds most. Raises UserError for a refused JSON."""
-    engine = json_for(recipe, layout)
-    parts = state_bytes(
-        engine.stage,
-        recipe.precision,
-        engine.grad_dtype,
-        layout.accumulates or layout.pipeline > 1,
-        engine.is_immediate,
-        layout.zero_ranks,
-        engine.is_offloaded,
-        recipe.optim.name,
-    )
+    parts = of_layout(recipe, layout, json_for(recipe, layout))
     return sum(parts.values()) * most_parameters(recipe.model, layout) / GIB
 
 

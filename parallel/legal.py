@@ -27,8 +27,7 @@ def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
     ]
     if broken:
         return broken
-    axes = recipe.parallel
-    data = world // (axes.tensor * axes.pipeline * axes.context)
+    data = world // recipe.parallel.model_ranks
     pieces = batch_pieces(recipe)
     return [line for piece in pieces if (line := _batch_problem(recipe, data, *piece))]
 
@@ -55,7 +54,7 @@ def nearest(recipe: Recipe, world: int, stage: int, most: int = 3) -> list[str]:
     there is none, or where no axis but data was asked for.
     """
     own = recipe.parallel
-    if own.tensor * own.pipeline * own.context == 1 or world < 1:
+    if own.model_ranks == 1 or world < 1:
         return []
 
     def distance(axes: Parallel, zero: int) -> float:
@@ -89,7 +88,7 @@ def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
 
 def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
     axes = recipe.parallel
-    product = axes.tensor * axes.pipeline * axes.context
+    product = axes.model_ranks
     if world >= 1 and world % product == 0:
         return None
     below, above = world // product * product, (world // product + 1) * product

@@ -34,6 +34,13 @@ def words_of(options: argparse.Namespace) -> list[str]:
     return [*options.words, *split_words("OVERRIDES", options.overrides)]
 
 
+def count_of(variable: str, text: str, least: int = 0) -> int:
+    """A count from a variable of make. Raises UserError where it is none, or below `least`."""
+    if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) >= least):
+        raise UserError(f"{variable}={text[:80]}: give a number, such as {variable}=80")
+    return int(text)
+
+
 def refuse(error: UserError) -> int:
     """Print every problem; returns the exit status."""
     for problem in error.problems:

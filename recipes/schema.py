@@ -253,6 +253,11 @@ class Parallel:
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: the fewest that a run takes."""
+        return self.tensor * self.pipeline * self.context
+
 
 @dataclass(frozen=True)
 class Log:

@@ -28,7 +28,7 @@ from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
-from runtime.state_bytes import ON_HOST, state_bytes
+from runtime.state_bytes import ON_HOST, of_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -55,8 +55,7 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
     """Everything that is shown, as plain values. Raises UserError with every problem."""
     composed = compose(dish, overrides, ds_problems)
     recipe = composed.recipe
-    axes = recipe.parallel
-    world = world or axes.tensor * axes.pipeline * axes.context
+    world = world or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     settled = settle(recipe, world, schedule)
     confirm(settled.config)
@@ -106,17 +105,7 @@ def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
 def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
     """Bytes of training state per parameter of one rank's share, and in all."""
     layout, engine = settled.layout, settled.engine
-    parts = state_bytes(
-        engine.stage,
-        recipe.precision,
-        engine.grad_dtype,
-        # A pipeline reduces after its last pass, also where there is only one.
-        layout.accumulates or layout.pipeline > 1,
-        engine.is_immediate,
-        layout.zero_ranks,
-        engine.is_offloaded,
-        recipe.optim.name,
-    )
+    parts = of_layout(recipe, layout, engine)
     share = most_parameters(recipe.model, layout)
     return {
         "bytes_per_parameter": parts,

@@ -30,7 +30,7 @@ from checkpoint.lineage import lineage, read, segments
 from checkpoint.manifest import committed
 from data.ledger import read_ledger
 from recipes.check import to_recipe
-from recipes.command import Parser, refuse
+from recipes.command import Parser, count_of, refuse
 from recipes.compose import recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import UserError, read_ranks
@@ -116,10 +116,12 @@ class Order:
         self.folder = RUNS / options.run
         if not (self.folder / METRICS).is_file():
             raise UserError(f"RUN={options.run}: there is no run in {self.folder}")
-        self.step = count("STEP", options.step)
+        self.step = count_of("STEP", options.step)
         self.lines = read(self.folder)
         opened = len(segments(self.lines))
-        self.segment = count("SEGMENT", options.segment) if options.segment else max(opened - 1, 0)
+        self.segment = (
+            count_of("SEGMENT", options.segment) if options.segment else max(opened - 1, 0)
+        )
         if self.segment >= max(opened, 1):
             raise UserError(f"SEGMENT={self.segment}: the run has the segments 0 to {opened - 1}")
         self.lineage = lineage(self.lines, self.segment if opened else None)
@@ -179,13 +181,6 @@ class Order:
     def folder_of(self, number: int) -> Path:
         """The folder of one try."""
         return RUNS / f"{self.folder.name}.replay-{self.step}.{number}"
-
-
-def count(variable: str, text: str) -> int:
-    """A number given as text. Raises UserError."""
-    if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise UserError(f"{variable}={text}: give a number, such as {variable}=120")
-    return int(text)
 
 
 def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:

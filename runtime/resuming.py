@@ -17,15 +17,12 @@ from typing import Any
 
 from checkpoint.blocks import Damaged
 from checkpoint.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
-from checkpoint.lineage import lineage_of, read
+from checkpoint.lineage import MARK, lineage_of, read
 from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
 from checkpoint.resume import Change, check_resume
 from checkpoint.state import RunState
 from recipes.schema import Data, Recipe, UserError
 from runtime.records import read_events
-
-# What makes a folder under runs/ a run of ours.
-MARK = "recipe.yaml"
 
 
 @dataclass(frozen=True)

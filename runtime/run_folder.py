@@ -26,9 +26,9 @@ from checkpoint.lease import Lease, refuse_held, take
 from recipes.exits import DO_NOT_RETRY
 from recipes.redaction import redact, redacted, secret_values
 from recipes.schema import UserError
+from runtime.presence import LOCK
 from runtime.trust import refuse_unsafe
 
-LOCK = ".lock"
 FAMILY = "PRETRAIN_FAMILY"  # which supervisor started this process
 LOCKS: list[Lock] = []  # held until this process ends
 # What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
