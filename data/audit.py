@@ -98,6 +98,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="check every k-th recorded step")
     options = parser.parse_args(arguments)
     try:
+        if options.every < 1:
+            raise UserError(f"EVERY={options.every}: give 1 or more")
         if options.diff is not None:
             return diff(ledger_of(options.run), ledger_of(options.diff), options.run, options.diff)
         run = open_run(run_folder(options.run, ROOT), options.segment)
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
             return show_step(run, options.step, options.text)
         if options.doc is not None:
             return show_document(run, options.doc, options.text)
-        return check(run, max(options.every, 1))
+        return check(run, options.every)
     except UserError as error:
         for problem in error.problems:
             print(f"audit: {problem}", file=sys.stderr)

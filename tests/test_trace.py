@@ -188,6 +188,7 @@ def test_the_verb_lists_past_and_future_steps_of_a_document(recorded, capsys):
     ("arguments", "message"),
     [
         (["nobody"], "RUN=nobody: no run here"),
+        (["one", "--every", "0"], "EVERY=0: give 1 or more"),
         (["one", "--step", "31"], "STEP=31: one has the steps 1 to 30"),
         (["one", "--doc", "700"], "prose has the training documents 0 to 699"),
         (["one", "--doc", "code:3"], "no source 'code'; there are: prose"),
