@@ -11,7 +11,6 @@ weight, and twice the model for the comparison. Units: bytes, rows.
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import math
@@ -28,6 +27,8 @@ from checkpoint.manifest import folder_with_checkpoints
 from checkpoint.weights import RunWeights, check_names, find_tokenizer
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
+from recipes.command import Parser, refuse
+from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError
 
 DTYPES = {"bf16": (torch.bfloat16, "bfloat16", "BF16"), "fp32": (torch.float32, "float32", "F32")}
@@ -251,8 +252,8 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 
 
 def main(arguments: list[str]) -> int:
-    """Export and say what was written; exit code 0, or 2 with the reason."""
-    parser = argparse.ArgumentParser(prog="checkpoint.export", description="Hugging Face folder")
+    """Export and say what was written; exit status."""
+    parser = Parser(prog="checkpoint.export", description="Hugging Face folder")
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--out", type=Path, help="default: <run>/export/step-<step>-<dtype>")
@@ -276,13 +277,15 @@ def main(arguments: list[str]) -> int:
             tokenizer=tokenizer,
             check=not options.no_check,
         )
-    except (UserError, OSError) as error:  # a full disk, a folder that cannot be made
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        return refuse(error)
+    except OSError as error:  # a full disk, a folder that cannot be made
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
     if tokenizer is None:
         print("no tokenizer was found or exported; give TOKENIZER=", file=sys.stderr)
     print(f"{out}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
-    return 0
+    return FINISHED
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     Megatron, GPT-NeoX, DeepSpeed   <prefix>.bin + .idx         `indexed.py` knows the type codes
     datatrove                       <name>.ds + .ds.index       uint64 end of each document
+                                    .ds.loss                    a byte per token, 0 = gives no loss
     OLMo and other flat arrays      *.npy (without header) or *.bin: documents end at the end id
 
 Its one rule: the size of a file must agree with what is said about it; no id is cast.
@@ -51,6 +52,21 @@ class Foreign:
         if self.kind == "datatrove":
             return self.path.with_name(self.path.name + ".index").stat().st_size // 8
         return self.shard.num_documents
+
+    def num_without_loss(self) -> int:
+        """Tokens that a file beside this one takes out of the loss. Raises UserError where it does
+        not fit.
+        """
+        path = self.path.with_name(self.path.name + ".loss")
+        if self.kind != "datatrove" or not path.is_file():
+            return 0
+        if path.stat().st_size != self.num_tokens:
+            raise UserError(
+                f"{path}: found {path.stat().st_size} bytes, expected one for each of the"
+                f" {self.num_tokens} tokens; restore it from a copy"
+            )
+        with open(path, "rb") as file:
+            return sum(part.count(0) for part in iter(lambda: file.read(CHUNK_TOKENS), b""))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(ids, lengths of the documents in them), whole documents, about CHUNK_TOKENS a time."""

@@ -37,6 +37,7 @@ from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
 MOST_IDS = 2**31 - 1  # what int32 holds
@@ -58,6 +59,10 @@ class ImportSettings:
     dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
     valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
     valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
+    loss: str = field(
+        default="keep",
+        metadata={"meaning": "ignore: train also on what datatrove's .loss files take out"},
+    )
     split: str | None = field(
         default=None,
         metadata={"meaning": "969,30,1: of each file's documents, in order: train, valid, neither"},
@@ -86,6 +91,7 @@ def import_corpus(
     found = {"train": find_foreign(source, eod_id, settings.dtype)}
     if settings.valid_in:
         found["valid"] = find_foreign(settings.valid_in, eod_id, settings.dtype, "valid_in")
+    _check_loss([one for some in found.values() for one in some], settings, say)
     for one in (one for some in found.values() for one in some):
         for note in one.shard.notes if one.shard else ():
             say(note)
@@ -237,6 +243,8 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         problems.append(
             f"eod_id={settings.eod_id}: the tokenizer's end token has the id {tokenizer.eod_id}"
         )
+    if settings.loss not in ("keep", "ignore"):
+        problems.append(f"loss={settings.loss}: is neither keep nor ignore")
     if settings.dtype not in (None, *TYPES):
         problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
     if sum(map(bool, (settings.valid, settings.valid_in, settings.split))) > 1:
@@ -300,6 +308,22 @@ def _check(facts: Facts, shards, hashes, vocab_size: int, settings, is_quick: bo
         raise UserError(*problems)
 
 
+def _check_loss(files: list[Foreign], settings: ImportSettings, say) -> None:
+    """A corpus holds no loss masks, so those of datatrove may not be lost in silence."""
+    without = {one.path: number for one in files if (number := one.num_without_loss())}
+    if without and settings.loss != "ignore":
+        raise UserError(
+            *(
+                f"{path}.loss: takes {number} tokens out of the loss, and a corpus cannot say that:"
+                " train on them too with OVERRIDES=loss=ignore; some can be masked in a run, with"
+                " data.skip.mask"
+                for path, number in without.items()
+            )
+        )
+    if without:
+        say(f"{sum(without.values()):,} tokens give loss although .loss files take them out")
+
+
 def _check_overlap(found: dict[str, list[Foreign]]) -> None:
     """A document of valid_in must not be in IN. Only documents of a held-out length are hashed."""
     held = {xxhash.xxh3_128_digest(one) for file in found["valid"] for one in _documents(file)}
@@ -328,7 +352,7 @@ def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.importing",
         description="Make a corpus of tokenized files.",
         epilog=f"knobs:\n{knob_lines(ImportSettings)}",
@@ -358,8 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.source, options.out, tokenizer, settings, say, options.quick
         )
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     for line in report_lines(options.out, manifest):
         print(line)
     return 0

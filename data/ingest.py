@@ -50,6 +50,7 @@ from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
 from data.workers import run_tasks
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
 # Below it one process is done before workers have started: bytes of text, of tokens.
@@ -394,7 +395,7 @@ def _bad(summary: dict) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.ingest",
         description="Build a corpus from text.",
         epilog=f"knobs:\n{knob_lines(Settings)}",
@@ -428,8 +429,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, say)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130

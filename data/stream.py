@@ -55,10 +55,17 @@ class StepData:
     micro_batches: list[Batch]  # of this rank
     num_tokens: int  # of the global batch
     num_targets: int  # labels that count in the global batch
+    length: int  # tokens that the model sees at once: less than seq_len while it is warmed up
     source_counts: dict[str, int]  # samples of each source in the global batch
     is_update: bool = True  # False: the step counts, the weights stay
     num_masked: int = 0  # targets of the global batch that a mask took away
     quarantined: tuple[int, ...] = ()  # samples of the run that touch a damaged block
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model sees less than a whole sequence at once."""
+        first, end = self.sample_range
+        return self.length * (end - first) < self.num_tokens
 
 
 class _Located(NamedTuple):
@@ -147,15 +154,17 @@ class Stream:
         data_step = self.skips.data_step(step)
         part = self._part(step, data_step, data_rank, data_size, micro_batch)
         first, end = part.sample_range
+        length = self.schedule.length_at(data_step)
         return StepData(
             step=step,
             data_step=data_step,
             sample_range=part.sample_range,
             micro_batches=make_batches(
-                part.rows, micro_batch, self.data.attend, is_masked=part.is_masked
+                part.rows, micro_batch, self.data.attend, is_masked=part.is_masked, length=length
             ),
             num_tokens=(end - first) * self.seq_len,
             num_targets=part.num_targets,
+            length=length,
             source_counts=dict(zip(self.uids, part.source_counts, strict=True)),
             is_update=part.num_targets > 0 and self.skips.is_update(data_step),
             num_masked=part.num_masked,
@@ -250,13 +259,13 @@ class Stream:
         """
         data_step = self.skips.data_step(step) + 1 if step else 0
         windows = -(-self.schedule.sequences_before(data_step) // self._parts)
-        skipped = self.skips.past(data_step)
+        skipped, cut = self.skips.past(data_step), self.schedule.cut_before(data_step)
         return {
             "data_step": data_step,
             "tokens": self.tokens_after(step),
             "mixture": digest(self.mixture.past(windows)),
             "skips": None if skipped is None else digest(skipped),
-        }
+        } | ({"lengths": [list(piece) for piece in cut]} if cut else {})
 
     def tokens_after(self, step: int) -> int:
         """Tokens in the batches that train steps 1 to N used; those left out do not count."""
@@ -420,7 +429,7 @@ class Stream:
                 "is 0; remove the entry"
             )
         number = self.uids.index(mask.source)
-        return number, *self._train.token_range(number, mask.documents)
+        return number, *self._train.token_range(number, mask)
 
     def _is_masked_in(self, first: int, end: int) -> bool:
         """Whether a mask holds in some data step of [first, end)."""

@@ -43,6 +43,7 @@ PULSE_S = 2.0
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
 # Other launchers' words for the same things would contradict ours.
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class Voice:
@@ -50,6 +51,8 @@ class Voice:
 
     def __init__(self, node: int):
         self._node, self._guard = node, threading.Lock()
+        # What a login prints without an end of line would swallow the first message.
+        sys.stdout.write("\n")
 
     def say(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
@@ -173,7 +176,7 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         signal.signal(number, lambda number, _: ranks.stop(number))
     if lifeline.has_pulse:
         lifeline.silence_s = SILENT_SHARE * order["lost_s"]
-        threading.Thread(target=pulse, args=(voice,), daemon=True).start()
+    threading.Thread(target=pulse, args=(voice,), daemon=True).start()
     voice.say("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
 
@@ -211,6 +214,7 @@ def environments(
     base["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))])
     )
+    base.setdefault("PYTHONUTF8", "1")  # as make sets it
     # Compilers and ninja of the environment that runs, which a login without activation lacks.
     beside = str(Path(sys.executable).parent)
     base["PATH"] = os.pathsep.join(
@@ -220,11 +224,27 @@ def environments(
         base.setdefault("GLOO_SOCKET_IFNAME", interface)
         base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=` is an exact name to NCCL
     if devices is not None:
-        base["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        base[DEVICES] = ",".join(among(devices, base.get(DEVICES)))
     return [
         base | rank_variables(node, nodes, per_node, local, address, port)
         for local in range(per_node)
     ]
+
+
+def among(slots: list[int], shown: str | None) -> list[str]:
+    """The GPUs at `slots` of those that a host shows (CUDA_VISIBLE_DEVICES, as a batch system sets
+    it; None = all). Raises UserError."""
+    if shown is None:
+        return [str(slot) for slot in slots]
+    if shown in ("", "-1"):  # none is to be used
+        return [shown]
+    names = [name.strip() for name in shown.split(",")]
+    if slots[-1] >= len(names):
+        raise UserError(
+            f"slot {slots[-1]} (INCLUDE, EXCLUDE) is none of the {len(names)} GPUs that"
+            f" {DEVICES}={shown} shows on {socket.gethostname()}; slots count from 0 among those"
+        )
+    return [names[slot] for slot in slots]
 
 
 ORDERS = {"facts": do_facts, "reach": do_reach, "ranks": do_ranks}

@@ -24,7 +24,7 @@ from typing import Any
 
 from launch import network
 from launch.environment import looks_secret
-from launch.hostfile import Host, is_host_name
+from launch.hostfile import Host, is_host_name, plain
 from recipes.schema import UserError
 
 WAYS = ("ssh", "pdsh", "srun")
@@ -69,14 +69,14 @@ def carriers(
 
 def is_here(name: str) -> bool:
     """Whether a host name or address means this very machine."""
-    own = {
-        "localhost",
-        "127.0.0.1",
-        "::1",
-        socket.gethostname(),
-        socket.gethostname().split(".")[0],
-    }
-    return name in own or network.interface_of(name) is not None
+    name, own = plain(name), plain(socket.gethostname())
+    short, domain = own.partition(".")[::2]
+    if name in ("localhost", own, short):
+        return True
+    # With a domain the same first label may be another machine's: its address decides.
+    is_kin = name.partition(".")[0] == short and not domain
+    addresses = network.addresses_of(name) if is_kin else [name]
+    return any(network.is_own(address) for address in addresses)
 
 
 def _here(node: int, root: Path) -> Carrier:

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipes.check import folder_name, is_text, to_recipe
-from recipes.schema import Recipe, UserError, did_you_mean
+from recipes.schema import Recipe, UserError, as_written, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -52,6 +52,7 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     warnings: list[str]
+    file: Path  # of the dish
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,16 @@ class Change:
     is_removal: bool
 
 
-def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
+def compose(
+    dish: str,
+    overrides: Sequence[str] = (),
+    check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
+) -> Composed:
     """The recipe `dish` (a name in recipes/, or a path to a .yaml file) with overrides applied.
 
     `model=...`, `data=...`, `optim=...`, `cluster=...` choose an ingredient; `a.b=value` sets a
-    knob, `~a.b` removes a key. Raises UserError with all problems.
+    knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` adds those of the
+    DeepSpeed keys, which are checked with the layout where the knobs are right.
     """
     path = locate(dish)
     choices, changes, problems, warnings = parse(overrides)
@@ -79,16 +85,19 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
     problems += [line for change in changes for line in _apply(tree, origins, change)]
     problems += [f"{key}: hydra settings are not used" for key in origins if _is_hydra(key)]
     values, missing, broken = _plain(tree)
-    problems += broken + list(_targets(values))
+    problems += _targets(values)
     try:
-        recipe, more = to_recipe(values, origins, missing)
+        recipe, more = to_recipe(values, origins, missing, broken)
     except UserError as error:
-        raise UserError(*problems, *error.problems) from None
+        problems += error.problems
+        ds = values.get("ds")
+        problems += check_ds(ds) if isinstance(ds, dict) else []
+        raise UserError(*problems) from None
     if problems:
         raise UserError(*problems)
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
-    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
+    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
@@ -106,13 +115,15 @@ def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
     ]
 
 
-def compose_command(arguments: Sequence[str]) -> Composed:
+def compose_command(
+    arguments: Sequence[str], check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: []
+) -> Composed:
     """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
     dishes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
     overrides = [text for text in arguments if not text.startswith("recipe=")]
     if len(dishes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
-    return compose(dishes_named[0], overrides)
+    return compose(dishes_named[0], overrides, check_ds)
 
 
 def run_name(stem: str) -> str:
@@ -290,6 +301,11 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
             holder = OmegaConf.select(tree, parent) if parent else tree
             if not isinstance(holder, DictConfig) or last not in holder:
                 return [f"~{change.key}: there is no such key to remove"]
+            if change.text and value != holder[last]:
+                return [
+                    f"~{change.key}={change.text}: it is {as_written(holder[last])}, so it stays;"
+                    f" write ~{change.key} to remove it whatever it is"
+                ]
             del holder[last]
             return []
         OmegaConf.update(tree, change.key, value, merge=False, force_add=True)
@@ -300,10 +316,10 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
     return []
 
 
-def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Resolved plain values, knobs left at `???`, and problems of interpolation."""
+def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Resolved plain values, knobs left at `???`, and why some cannot be resolved."""
     missing: list[str] = []
-    problems: list[str] = []
+    broken: dict[str, str] = {}
 
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, DictConfig):
@@ -316,11 +332,21 @@ def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
                 try:
                     result[key] = walk(node[key], full)
                 except OmegaConfBaseException as error:
-                    problems.append(f"{full}: {_one_line(error)}")
+                    broken[full] = _unresolved(node, key, error)
             return result
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_list(node) else node
 
-    return walk(tree, ""), missing, problems
+    return walk(tree, ""), missing, broken
+
+
+def _unresolved(node: DictConfig, key: Any, error: Exception) -> str:
+    """Why a knob's ${...} has no value."""
+    written = OmegaConf.to_container(node, resolve=False)[key]
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _one_line(error))
+    return (
+        f"{written} has no value ({reason}); name another knob, or an environment variable that is"
+        " set: ${oc.env:NAME}"
+    )
 
 
 def _targets(values: Any, path: str = "") -> Iterator[str]:

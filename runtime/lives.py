@@ -14,7 +14,7 @@ import datetime
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ ENDINGS = {
     "interrupted": "stopped",
     "preempted": "preempted",
     "rewound": "rewound",
-    "refused": "refused",
+    "gave_up": "gave_up",
     "failed": "failed",
 }
 
@@ -104,7 +104,9 @@ def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, A
     life = began["life"] if began else next_number(folder)
     own = [event for event in events if event["life"] == life]
     if ended.cause == "finished" and any(event["kind"] == "stopped" for event in own):
-        ended = Ended(**(vars(ended) | {"cause": "stopped"}))
+        ended = replace(ended, cause="stopped")
+    if ended.cause == "refused" and began:  # nobody refused it: it ended for good by itself
+        ended = replace(ended, cause="gave_up")
     fields = vars(ended) | steps_of(folder, began, own)
     fields["seconds"] = seconds_of(ended, began, own)
     del fields["restart_s"], fields["detect_s"]

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from checkpoint.durable import replace_file
 from recipes.redaction import redacted, secret_values
 from recipes.schema import UserError
 
@@ -128,12 +129,7 @@ def truncate_after(path: Path, segment: int, step: int) -> int:
     kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
     if len(kept) == len(records):
         return 0
-    new = path.with_name(path.name + ".new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.writelines(strict_line(record) for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    replace_file(path, "".join(map(strict_line, kept)).encode())
     return len(records) - len(kept)
 
 

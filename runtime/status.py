@@ -29,7 +29,7 @@ RECENT = 20  # steps that a speed is taken of
 TAIL_BYTES = 1 << 17  # more than so many lines of metrics
 ROUTINE = (
     "began", "life", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
-    "interrupted", "interval",
+    "interrupted", "interval", "gave_up",
 )  # fmt: skip
 SHOWN_ALARMS = 3
 
@@ -127,6 +127,9 @@ def next_command(state: State) -> list[str]:
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
     if "finished" in kinds[-2:]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]
+    what = "the same command again"
+    if "gave_up" in kinds[-2:]:
+        what = f"mend what the reason names (docs/troubleshooting.md); then {what}"
     recipe = (state.folder / "recipe.yaml").read_text()
     words = f"make pretrain RECIPE={state.folder}/recipe.yaml"
     world = world_of(state.folder)
@@ -134,7 +137,7 @@ def next_command(state: State) -> list[str]:
     # The recipe as it is would set this very folder aside.
     words += " OVERRIDES=resume=auto" if re.search(r"^resume: fresh$", recipe, re.M) else ""
     where = f"step {state.saved[0]}" if state.saved else "the start: nothing was saved"
-    return [f"  next: the same command again goes on from {where}; on this host: {words}"]
+    return [f"  next: {what} goes on from {where}; on this host: {words}"]
 
 
 def record(state: State) -> list[str]:
@@ -170,8 +173,8 @@ def record(state: State) -> list[str]:
 
 
 def alarms(state: State) -> list[str]:
-    """The newest events that are no routine."""
-    odd = [event for event in state.events if event["kind"] not in ROUTINE]
+    """The newest events that are no routine, without what is for the record only."""
+    odd = [e for e in state.events if e["kind"] not in ROUTINE and not e.get("is_quiet")]
     if not odd:
         return ["  alarms: none"]
     return [

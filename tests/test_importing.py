@@ -1,7 +1,6 @@
 """Tokenized files of other tools become corpora with the same tokens; ours are read by them."""
 
 import json
-import struct
 import subprocess
 import sys
 
@@ -130,17 +129,44 @@ def test_offsets_past_two_and_four_gib_end_documents_where_they_should(tmp_path,
         assert bool(one.shard.notes) == (offsets is wrapped)
 
 
+# What TokenizedFile of datatrove 0.10.1 wrote for DOCUMENTS, by token_size, with
+# save_loss_metadata, save_final_metadata and tokenizer_name_or_path="t".
+DATATROVE = {
+    2: {
+        "x.ds": "0500060007000000080000000900090009000900090000002c0101000000",
+        "x.ds.index": "040000000000000006000000000000000c000000000000000f00000000000000",
+        "x.ds.loss": "01" * 15,
+        "x.ds.metadata": b"t|2\n15\n15.0 T".hex(),
+    },
+    4: {
+        "x.ds": "".join(f"{i % 256:02x}{i // 256:02x}0000" for i in FLAT),
+        "x.ds.index": "040000000000000006000000000000000c000000000000000f00000000000000",
+        "x.ds.loss": "01" * 15,
+        "x.ds.metadata": b"t|4\n15\n15.0 T".hex(),
+    },
+}
+
+
 def test_datatrove_files_give_their_documents(tmp_path):
-    """As datatrove's TokenizedFile writes them: tokens, and uint64 ends in tokens."""
-    for code, name in (("H", "a"), ("I", "b")):
+    for size, name in ((2, "a"), (4, "b")):
         folder = tmp_path / name
         folder.mkdir()
-        ends = np.cumsum(LENGTHS).tolist()
-        (folder / "x.ds").write_bytes(struct.pack(f"<{len(FLAT)}{code}", *FLAT))
-        (folder / "x.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-        (folder / "x.ds.metadata").write_text("t|2\n15\n15 T")
+        for file, written in DATATROVE[size].items():
+            (folder / file).write_bytes(bytes.fromhex(written))
         bring(folder, tmp_path / f"c{name}")
         assert tokens_of(tmp_path / f"c{name}") == DOCUMENTS
+    loss, said = tmp_path / "b" / "x.ds.loss", []
+    loss.write_bytes(b"\1\1\0\0" + b"\1" * 11)
+    with pytest.raises(UserError, match=r"x.ds.loss: takes 2 tokens out .* loss=ignore"):
+        bring(tmp_path / "b", tmp_path / "d")
+    bring(tmp_path / "b", tmp_path / "d", "loss=ignore", say=said.append)
+    assert tokens_of(tmp_path / "d") == DOCUMENTS
+    assert "2 tokens give loss although .loss files take them out" in said
+    with pytest.raises(UserError, match="loss=no: is neither keep nor ignore"):
+        bring(tmp_path / "b", tmp_path / "e", "loss=no")
+    loss.write_bytes(b"\1" * 14)
+    with pytest.raises(UserError, match=r"x.ds.loss: found 14 bytes, expected one for each of the"):
+        bring(tmp_path / "b", tmp_path / "e", "loss=ignore")
     assert digest(tmp_path / "ca").splitlines()[1:] != []
     (tmp_path / "a" / "x.ds").write_bytes(b"\0" * 7)
     with pytest.raises(UserError, match=r"x.ds: found 7 bytes, expected 30 or 60"):

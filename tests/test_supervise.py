@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-from launch import budget, bundle, oom, start
+from launch import budget, oom, start
 from launch.budget import Budget, Life
-from launch.local import Book, goes_on
+from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
@@ -53,7 +53,7 @@ def live_through(
             book,
             Budget(lives, book.place()),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, {}, os.environ),
+            lambda why: keep(book, why, {}, os.environ),
         )
     return status, folder
 
@@ -116,7 +116,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "lives", "status", "causes"),
     [
-        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["refused"]),
+        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
@@ -188,6 +188,8 @@ def test_a_new_segment_counts_as_progress():
 
 def test_causes():
     oom_words = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.",)
+    numpy_words = "[rank0]: numpy._core._exceptions._ArrayMemoryError: Unable to allocate 116. GiB"
+    torch_words = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you"
     for ends, stopped_by, cause in (
         ([End(0, 0, 1.0), End(1, 0, 1.0)], None, "finished"),
         ([End(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
@@ -198,6 +200,8 @@ def test_causes():
         ([End(0, 1, 1.0), End(1, 1, 1.1, is_lost=True)], None, "lost_host"),
         ([End(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
         ([End(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(numpy_words,))], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(torch_words,))], None, "out_of_memory"),
         ([End(0, -11, 1.0)], None, "killed"),
         ([End(0, 1, 1.0)], None, "failed"),
         ([End(0, 93, 1.0)], None, "refused"),
