@@ -13,6 +13,7 @@ Units: tokens, bytes.
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,10 +123,13 @@ def find_foreign(text: str, eod_id: int, dtype: str | None, knob: str = "IN") ->
 
     dtype: type of flat arrays, which do not say it. Raises UserError with all problems.
     """
-    found, problems = [], []
+    found, problems, seen = [], [], {}
     for path in _paths(text, knob):
         try:
             found.append(_open(path, eod_id, dtype))
+            other = seen.setdefault(os.stat(path)[1:3], path)  # inode and device
+            if other != path:
+                problems.append(f"{path}: is the same file as {other}; name it once")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -138,11 +142,12 @@ def _paths(text: str, knob: str) -> list[Path]:
     if path.with_name(path.name + ".idx").is_file():
         return [path.with_name(path.name + ".bin")]
     if path.is_dir():
-        names = [p for p in path.iterdir() if p.suffix in (".bin", ".ds", ".npy")]
+        names = [*path.iterdir()]
     elif path.is_file():
         names = [path]
     else:
         names = [Path(name) for name in glob.glob(text, recursive=True)]
+    # An .idx without its .bin is half of a pair, which must be missed.
     names = {p.with_suffix(".bin") if p.suffix == ".idx" else p for p in names}
     names = [p for p in names if p.suffix in (".bin", ".ds", ".npy")]
     if not names:

@@ -40,6 +40,7 @@ from data.writer import hash_limit
 from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
+MOST_IDS = 2**31 - 1  # what int32 holds
 NOT_READ = (
     "no token was read (QUICK=1): sizes and indices are trusted, damage in a .bin is not noticed, "
     "ids are checked as they are used"
@@ -95,7 +96,7 @@ def import_corpus(
         for note in one.shard.notes if one.shard else ():
             say(note)
     if os.path.lexists(out):
-        raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
+        raise UserError(f"OUT={out}: is there already; name another folder")
     with writing(out), locked(out.parent / f".{out.name}.lock", say):
         work = out.parent / f".{out.name}.work"
         shutil.rmtree(work, ignore_errors=True)
@@ -154,7 +155,10 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
                         "linked": as_is,
                     }
                 )
-    _check(facts, shards, ids.vocab_size, settings, is_quick)
+    hashes = [
+        (one.path, line["split"], line["xxh3"]) for one, line in zip(every, inputs, strict=True)
+    ]
+    _check(facts, shards, hashes, ids.vocab_size, settings, is_quick)
     if settings.valid_in and not is_quick:
         _check_overlap(found)
     if is_quick:
@@ -249,10 +253,18 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         hash_limit(settings.valid)
     except UserError as error:
         problems += error.problems
+    vocab_size, eod_id = settings.vocab_size, settings.eod_id
+    if vocab_size is None and tokenizer:
+        vocab_size = tokenizer.vocab_size
+    if eod_id is None and tokenizer:
+        eod_id = tokenizer.eod_id
+    if vocab_size is not None and not 1 <= vocab_size <= MOST_IDS:
+        problems.append(f"vocab_size={vocab_size}: is not from 1 to {MOST_IDS}")
+    elif None not in (vocab_size, eod_id) and not 0 <= eod_id < vocab_size:
+        problems.append(f"eod_id={eod_id}: is no id from 0 to {vocab_size - 1} (vocab_size - 1)")
     if problems:
         raise UserError(*problems)
-    vocab_size = settings.vocab_size or tokenizer.vocab_size
-    return vocab_size, tokenizer.eod_id if tokenizer else settings.eod_id
+    return vocab_size, eod_id
 
 
 def _split_problems(split: str | None) -> list[str]:
@@ -274,8 +286,13 @@ def _rule(settings: ImportSettings) -> str:
     return "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own"
 
 
-def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> None:
-    problems = []
+def _check(facts: Facts, shards, hashes, vocab_size: int, settings, is_quick: bool) -> None:
+    """hashes: (path, split, hash or None where it was not read) of every file."""
+    problems, seen = [], {}
+    for path, split, digest in hashes:
+        other = seen.setdefault((split, digest), path)
+        if other != path and digest and path.stat().st_size:
+            problems.append(f"{path}: holds the same ids as {other}; name it once")
     if not any(shard["tokens"] for shard in shards["train"]):
         problems.append("IN: holds no tokens to train on")
     elif not is_quick and (facts.max_id >= vocab_size or facts.min_id < 0):

@@ -32,7 +32,7 @@ from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
 from data.shards import Split
-from data.skips import Mask, Skips, digest
+from data.skips import Mask, Skips, digest, merged
 from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
@@ -310,11 +310,18 @@ class Stream:
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
 
-        Raises UserError where a source exceeds its max_epochs, or where there is nothing to
-        evaluate on.
+        Raises UserError where a source exceeds its max_epochs, where no step would train, or where
+        there is nothing to evaluate on.
         """
         if eval_tokens:
             self._evaluation_set(eval_tokens)
+        used = self.skips.data_step(1), self.skips.data_step(steps)
+        for first, end in merged([*self.skips.advance, *self.skips.no_update]):
+            if first <= used[0] and used[1] < end:
+                raise UserError(
+                    f"data.skip.no_update covers all {steps} steps: nothing would be trained;"
+                    " shorten it, or train more steps"
+                )
         notes = [note for corpus in self.corpora for note in corpus.notes]
         notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)

@@ -243,6 +243,8 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_text(value: Any) -> str:
+    if value is None:
+        raise ValueError("is not legal here")
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
     if any(ord(letter) < 32 for letter in value):

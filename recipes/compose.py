@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipes.check import folder_name, is_text, to_recipe
-from recipes.schema import Recipe, UserError, did_you_mean
+from recipes.schema import Recipe, UserError, as_written, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -301,6 +301,11 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
             holder = OmegaConf.select(tree, parent) if parent else tree
             if not isinstance(holder, DictConfig) or last not in holder:
                 return [f"~{change.key}: there is no such key to remove"]
+            if change.text and value != holder[last]:
+                return [
+                    f"~{change.key}={change.text}: it is {as_written(holder[last])}, so it stays;"
+                    f" write ~{change.key} to remove it whatever it is"
+                ]
             del holder[last]
             return []
         OmegaConf.update(tree, change.key, value, merge=False, force_add=True)

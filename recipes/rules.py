@@ -59,9 +59,13 @@ def _decay_leaves_weights(lr, weight_decay) -> str | None:
     )
 
 
+def _pieces(batch_tokens) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens) of each piece of a ramp; one piece for a constant batch."""
+    return batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
+
+
 def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
-    ramp = batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
-    most = max(tokens for _, tokens in ramp)
+    most = max(tokens for _, tokens in _pieces(batch_tokens))
     if most // seq_len <= MOST_SEQUENCES:
         return None
     return (
@@ -99,10 +103,11 @@ def _kv_heads(heads, kv_heads) -> str | None:
 def _window(window, seq_len) -> str | None:
     if window is None or window % seq_len == 0:
         return None
-    below = window // seq_len * seq_len or seq_len
+    below = window // seq_len * seq_len
+    above = below + seq_len
     return (
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
-        f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
+        f" nearest: {f'{below} or {above}' if below else above}"
     )
 
 
@@ -199,6 +204,15 @@ def _stop_is_reached(stop_after, steps) -> str | None:
     return None
 
 
+def _whole_length_is_reached(warmup, steps) -> str | None:
+    if warmup is None or steps is None or warmup[-1][0] < steps:
+        return None
+    return (
+        f"seq_len_warmup reaches seq_len at data step {warmup[-1][0]}, and the run ends after"
+        f" steps={steps}: its last positions are never trained"
+    )
+
+
 def _recompute(recompute, compiles) -> str | None:
     if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
         return (
@@ -220,6 +234,13 @@ def _auto_interval(interval, mtbf_hours) -> str | None:
             " cluster.mtbf_hours, such as 46000 / number of GPUs, or a number of steps"
         )
     return None
+
+
+def _ramp_is_reached(batch_tokens, steps) -> str | None:
+    late = [step for step, _ in _pieces(batch_tokens) if steps is not None and step >= steps]
+    if not late:
+        return None
+    return f"batch_tokens has a piece from step {late[0]} on; the run ends before, steps={steps}"
 
 
 def _auto_keeps(interval, keep_every) -> str | None:
@@ -251,5 +272,7 @@ RULES = (
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),
+    (("seq_len_warmup", "steps"), _whole_length_is_reached),
+    (("batch_tokens", "steps"), _ramp_is_reached),
     (("checkpoint.interval", "checkpoint.keep_every"), _auto_keeps),
 )

@@ -23,6 +23,7 @@ MANY = 2**40  # tokens, steps
 WIDE = 2**24  # sizes of a model
 # No count in training has more digits; "1e999999999" would fill the memory as an int.
 LARGEST_EXPONENT = 30
+ALIKE = 0.67  # `dropout` is not `recompute` (0.65); `16` may be `bf16`
 LONGEST_SHOWN = 200  # characters of a value in a message
 
 
@@ -126,11 +127,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return last + 0.05 * _likeness(name, full), -len(full)
 
     best = max(known, key=likeness, default=None)
-    return f"; did you mean {best}?" if best and likeness(best)[0] >= 0.6 else "."
+    return f"; did you mean {best}?" if best and likeness(best)[0] >= ALIKE else "."
 
 
 def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def knob(

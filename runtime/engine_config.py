@@ -225,9 +225,14 @@ def _fill_owned(
     for key, (value, origin) in values.items():
         given, where = leaves.get(key, (AUTO, ""))
         if given != AUTO and not equal(given, value):
+            try:
+                _typed(key, given)
+                what = f"contradicts {as_written(value)} ({origin})"
+            except ValueError as error:
+                what = str(error)
             problems.append(
-                f"{shown(key, given, where)} contradicts {value} ({origin}); the recipe owns it"
-                f' ({OWNED[key]}): remove it, or set it to "auto"'
+                f"{shown(key, given, where)} {what}; the recipe owns it ({OWNED[key]}): remove it,"
+                ' or set it to "auto"'
             )
         leaves[key] = (value, origin)
 
@@ -298,7 +303,8 @@ def _typed(key: str, value: Any) -> Any:
         value = as_float(value)
     elif not isinstance(value, rule.kind):
         wanted = {bool: "true or false", str: "text", list: "a list"}[rule.kind]
-        raise ValueError(f"is not {wanted}")
+        more = ", but text; remove the quotes" if value in ("true", "false") else ""
+        raise ValueError(f"is not {wanted}{more}")
     for item in value if rule.kind is list else [value]:
         if rule.choices and item not in rule.choices:
             which = f"has {item!r}, which" if rule.kind is list else ""

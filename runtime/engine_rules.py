@@ -167,8 +167,8 @@ def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
         ]
     if size > 1 and value_of(leaves, OFFLOAD, "none") != "none":
         problems.append(
-            f"{OFFLOAD} with parallel.pipeline={size}: DeepSpeed 0.19.8 drops the gradient of tied"
-            " weights there; use zero=pipeline"
+            f"{shown(OFFLOAD, *leaves[OFFLOAD])} with parallel.pipeline={size}: DeepSpeed 0.19.8"
+            " drops the gradient of tied weights there; remove it, or use zero=pipeline"
         )
     return problems
 

@@ -150,7 +150,7 @@ class MetricsWriter:
         self,
         step: int,
         *,
-        loss: float,
+        loss: float | None,
         grad_norm: float | None,
         lr: float,
         tokens: int,
@@ -174,8 +174,9 @@ class MetricsWriter:
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
-        # A step that trained on nothing took no time worth a speed.
-        per_s = speed.tokens_per_s(tokens_per_step, times.step_s) if targets else None
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        if not targets:  # nothing was trained on: no loss, which is not one that is not finite
+            loss = grad_norm = per_s = None
         line = {
             "step": step,
             "segment": self.segment,

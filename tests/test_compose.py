@@ -244,6 +244,23 @@ def test_a_value_is_shown_as_recipes_write_it(override, shown):
     assert only(override).startswith(shown)
 
 
+def test_a_key_is_removed_only_where_it_has_the_value_that_is_named():
+    assert compose("tiny", ["~optim.eps=1e-8"]).recipe.optim.eps == 1e-8
+    assert "~optim.eps=1: it is 1e-08, so it stays" in only("~optim.eps=1")
+
+
+def test_a_piece_of_a_ramp_that_is_never_reached_is_said():
+    ramp = "batch_tokens=[[0,2048],[%d,4096]]"
+    assert compose("tiny", [ramp % 199]).warnings == []
+    assert compose("tiny", [ramp % 200]).warnings == [
+        "batch_tokens has a piece from step 200 on; the run ends before, steps=200"
+    ]
+
+
+def test_null_for_a_text_is_not_asked_to_be_quoted():
+    assert "recompute=null (override) is not legal here" in only("recompute=null")
+
+
 def test_a_long_value_is_cut_in_the_message():
     assert len(only("steps=" + "x" * 9000)) < 400
 
@@ -312,6 +329,8 @@ def test_a_warm_up_of_the_sequence_length_cuts_evenly_and_ends_at_seq_len():
         line = only(f"seq_len_warmup={wrong}")
         assert line.startswith("seq_len_warmup")
         assert part in line
+    late = compose("tiny", ["steps=5", "seq_len_warmup=[[0,64],[5,256]]", "warmup=0"])
+    assert "the run ends after steps=5" in late.warnings[0]
 
 
 def test_head_shapes_are_checked():
@@ -428,6 +447,8 @@ def test_composing_creates_no_file_and_changes_no_folder(tmp_path, monkeypatch):
 def test_suggestions_look_at_the_last_part_of_a_name():
     names = list(knob_names())
     assert did_you_mean("optm.lr", names) == "; did you mean optim.lr?"
+    assert did_you_mean("SEQ_LEN", names) == "; did you mean seq_len?"
+    assert did_you_mean("dropout", names) == "."
     assert did_you_mean("xyzzy", names) == "."
 
 

@@ -125,6 +125,11 @@ def test_a_real_conflict_names_both_places(own_json):
     assert "contradicts True" in only("ds.bf16.enabled=1", "precision=bf16")
 
 
+def test_text_for_true_or_false_and_null_are_no_values_of_an_owned_key():
+    assert "bf16.enabled='false' is not true or false, but text" in only("ds.bf16.enabled='false'")
+    assert "is not a number; the recipe owns it (optim.clip)" in only("ds.gradient_clipping=null")
+
+
 def test_two_precisions_are_both_named():
     text = "\n".join(refused("ds.fp16.enabled=true", "ds.bf16.enabled=true"))
     assert "ds.fp16" in text

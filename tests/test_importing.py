@@ -204,6 +204,14 @@ def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
         settings = read_words(ImportSettings, words, "x")
         with pytest.raises(UserError, match=r"holds the id.* 300, expected 0 to 299"):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
+    for words, problem in (
+        (("vocab_size=0", "eod_id=0"), "vocab_size=0: is not from 1 to"),
+        (("vocab_size=400", "eod_id=-1"), "eod_id=-1: is no id from 0 to 399"),
+        (("vocab_size=400", "eod_id=400"), "eod_id=400: is no id from 0 to 399"),
+    ):
+        settings = read_words(ImportSettings, words, "x")
+        with pytest.raises(UserError, match=problem):
+            import_corpus(str(prefix), tmp_path / "c", None, settings)
     with pytest.raises(UserError, match="TOKENIZER= is not given"):
         import_corpus(str(prefix), tmp_path / "c", None, ImportSettings())
     with pytest.raises(UserError, match="eod_id=0: the tokenizer's end token has the id 256"):
@@ -235,6 +243,22 @@ def test_damaged_pairs_are_refused_with_their_names(tmp_path, damage):
     }[damage]
     with pytest.raises(UserError, match=problem):
         bring(prefix, tmp_path / "c")
+
+
+def test_half_a_pair_and_the_same_ids_twice_are_refused(tmp_path):
+    prefix = megatron(tmp_path / "in")
+    half = prefix.with_name("half.idx")
+    half.write_bytes(prefix.with_suffix(".idx").read_bytes())
+    with pytest.raises(UserError, match=r"half\.bin: there is an .idx but no .bin"):
+        bring(prefix.parent, tmp_path / "c")
+    half.with_suffix(".bin").symlink_to(prefix.with_suffix(".bin"))
+    with pytest.raises(UserError, match="is the same file as"):
+        bring(prefix.parent, tmp_path / "c")
+    half.with_suffix(".bin").unlink()
+    half.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes())
+    with pytest.raises(UserError, match="holds the same ids as"):
+        bring(prefix.parent, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_is_held_out_never_overlaps(tmp_path):

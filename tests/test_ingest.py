@@ -302,7 +302,7 @@ def test_a_second_call_does_nothing_and_another_corpus_is_not_overwritten(tmp_pa
         build(source, tmp_path / "c", "min_chars=3")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "x").write_text("precious")
-    with pytest.raises(UserError, match="was not made by this command"):
+    with pytest.raises(UserError, match="is there and is no corpus"):
         build(source, tmp_path / "thesis")
     assert (tmp_path / "thesis" / "x").read_text() == "precious"
 

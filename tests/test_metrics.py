@@ -155,6 +155,14 @@ def test_a_non_finite_number_is_null_and_named_so_that_strict_readers_pass(tmp_p
     assert alarm["non_finite"] == ["grad_norm", "history.1"]
 
 
+def test_a_step_that_trained_on_nothing_has_no_loss_and_is_not_called_non_finite(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    line = write_step(writer, 1, targets=0, loss=math.nan, grad_norm=math.nan, skipped=True)
+    writer.close()
+    assert (line["loss"], line["grad_norm"], line["tokens_per_s"]) == (None, None, None)
+    assert "non_finite" not in line
+
+
 def test_a_tensor_is_refused_because_reading_it_would_make_the_device_wait(tmp_path):
     writer = make_writer(tmp_path / "run")
     with pytest.raises(TypeError, match="loss is a Tensor"):

@@ -184,6 +184,15 @@ def test_a_finished_run_says_so_and_changes_nothing(warm, clone, straight):
     assert {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()} == before
 
 
+def test_the_sequence_length_grows_as_planned_and_batches_do_not(straight):
+    lines, ledger = lines_of(straight), list(read_ledger(straight / "ledger"))
+    lengths = [16] * 5 + [32] * 5 + [64] * (STEPS - 10)
+    assert [line["seq_len"] for line in lines] == lengths
+    assert [line.get("length", 64) for line in ledger] == lengths
+    assert {line["tokens_per_step"] for line in lines} == {512}
+    assert {line["accumulation"] for line in lines} == {4}
+
+
 def test_the_last_step_is_saved_once_and_the_newest_stay(straight):
     steps = [step for step, _ in committed(straight / "checkpoints")]
     assert steps == [9, 12, STEPS]

@@ -19,7 +19,9 @@ ARROWS = {
     "model": (),
     "parallel": ("model", "recipes.schema"),
     "data": ("recipes.schema",),
-    "checkpoint": ("parallel", "model", "data", "recipes.schema"),
+    "checkpoint": (
+        "parallel", "model", "data", "recipes.schema", "recipes.exits", "recipes.command",
+    ),
     "runtime": (
         "parallel", "model", "checkpoint", "recipes.schema", "recipes.exits", "recipes.redaction",
     ),

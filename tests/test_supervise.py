@@ -188,6 +188,8 @@ def test_a_new_segment_counts_as_progress():
 
 def test_causes():
     oom_words = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.",)
+    numpy_words = "[rank0]: numpy._core._exceptions._ArrayMemoryError: Unable to allocate 116. GiB"
+    torch_words = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you"
     for ends, stopped_by, cause in (
         ([End(0, 0, 1.0), End(1, 0, 1.0)], None, "finished"),
         ([End(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
@@ -198,6 +200,8 @@ def test_causes():
         ([End(0, 1, 1.0), End(1, 1, 1.1, is_lost=True)], None, "lost_host"),
         ([End(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
         ([End(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(numpy_words,))], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(torch_words,))], None, "out_of_memory"),
         ([End(0, -11, 1.0)], None, "killed"),
         ([End(0, 1, 1.0)], None, "failed"),
         ([End(0, 93, 1.0)], None, "refused"),
