@@ -102,6 +102,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="check every k-th recorded step")
     options = parser.parse_args(arguments)
     try:
+        if options.every < 1:
+            raise UserError(f"EVERY={options.every}: give 1 or more")
         if options.tokens is not None and options.doc is None:
             raise UserError(f"TOKENS={options.tokens}: are those of one document: give DOC= too")
         if options.diff is not None:
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
             return show_step(run, options.step, options.text)
         if options.doc is not None:
             return show_document(run, options.doc, options.tokens, options.text)
-        return check(run, max(options.every, 1))
+        return check(run, options.every)
     except UserError as error:
         return refuse(error)
 

@@ -13,7 +13,6 @@ Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -193,10 +192,11 @@ def _expand(text: str, kind: str | None) -> list[Path]:
 def _walk(folder: Path, kind: str | None) -> list[Path]:
     """All files below a folder but hidden ones; anything unknown is refused."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+        splits = sorted(names, key=lambda name: name != "train")
         raise UserError(
-            f"IN={folder}: holds the splits {', '.join(splits)} of a data set; name those to be "
-            f"read: IN={folder / splits[0]}"
+            f"IN={folder}: holds the splits {', '.join(splits) or '(none)'} of a data set; name "
+            f"those to be read, such as IN={folder / (splits[0] if splits else 'train')}"
         )
     found, strange = [], []
     for at, folders, names in os.walk(folder):

@@ -32,8 +32,8 @@ from data.prefetch import Prefetch
 from data.samples import Samples
 from data.schedule import Schedule
 from data.shards import Split
-from data.skips import Mask, Skips, digest, merged
-from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
+from data.skips import Mask, Skips, digest
+from data.sources import SourceUse, check_epochs, check_updates, num_windows, open_sources, twins
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
@@ -315,13 +315,7 @@ class Stream:
         """
         if eval_tokens:
             self._evaluation_set(eval_tokens)
-        used = self.skips.data_step(1), self.skips.data_step(steps)
-        for first, end in merged([*self.skips.advance, *self.skips.no_update]):
-            if first <= used[0] and used[1] < end:
-                raise UserError(
-                    f"data.skip.no_update covers all {steps} steps: nothing would be trained;"
-                    " shorten it, or train more steps"
-                )
+        check_updates(self.skips, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
         notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)

@@ -255,6 +255,11 @@ def test_half_a_pair_and_the_same_ids_twice_are_refused(tmp_path):
     with pytest.raises(UserError, match="is the same file as"):
         bring(prefix.parent, tmp_path / "c")
     half.with_suffix(".bin").unlink()
+    bring(prefix, tmp_path / "alone")
+    prefix.with_suffix(".bin").rename(tmp_path / "moved.bin")
+    with pytest.raises(UserError, match=r"found no such file \(it is a link to .*s\.bin\)"):
+        open_corpus(tmp_path / "alone")
+    (tmp_path / "moved.bin").rename(prefix.with_suffix(".bin"))
     half.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes())
     with pytest.raises(UserError, match="holds the same ids as"):
         bring(prefix.parent, tmp_path / "c")

@@ -379,6 +379,9 @@ def test_a_local_data_set_is_read_by_rows_in_its_own_order(tmp_path, monkeypatch
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "dict")
     with pytest.raises(UserError, match=r"holds the splits train, test .* IN=.*dict/train"):
         build(tmp_path / "dict", tmp_path / "d")
+    write_files(tmp_path / "broken", {"dataset_dict.json": "{"})
+    with pytest.raises(UserError, match=r"holds the splits \(none\) of a data set"):
+        build(tmp_path / "broken", tmp_path / "d")
     with pytest.raises(UserError, match="has no column 'body'"):
         build(tmp_path / "set", tmp_path / "d", "text=body")
     (next((tmp_path / "set").glob("*.arrow"))).write_bytes(b"cut")

@@ -209,6 +209,7 @@ def test_the_verb_shows_the_tokens_that_a_mask_would_name(recorded, root, capsys
         (["one", "--doc", "3", "--tokens", "2"], "TOKENS=2: expected FIRST:END"),
         (["one", "--tokens", "0:2"], "give DOC= too"),
         (["nobody"], "RUN=nobody: no run here"),
+        (["one", "--every", "0"], "EVERY=0: give 1 or more"),
         (["one", "--step", "31"], "STEP=31: one has the steps 1 to 30"),
         (["one", "--doc", "700"], "prose has the training documents 0 to 699"),
         (["one", "--doc", "code:3"], "no source 'code'; there are: prose"),
