@@ -6,8 +6,6 @@ that only lost their connection; then the first failure is shown, once, and the 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -51,11 +49,5 @@ class Screen:
 
 
 def _write(stream, text: str) -> None:
-    """A reader that has gone away does not end the run."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except BrokenPipeError:
-        # From now on into nothing, also when Python closes the stream at its end.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    stream.write(text)
+    stream.flush()

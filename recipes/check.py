@@ -302,6 +302,14 @@ def _batch_tokens(value: Any) -> int | tuple[tuple[int, int], ...]:
     return _by_step(value, _positive, "[step, tokens]")
 
 
+def _seq_len_warmup(value: Any) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError("is not a list of [data step, tokens] pairs; write [[0,128],[1000,256]]")
+    return _by_step(value, _positive, "[data step, tokens]")
+
+
 def _by_step(value: Any, convert: Callable[[Any], Any], shape: str) -> tuple[tuple[int, Any], ...]:
     """A value that changes on the way, as (first step, value) pairs from step 0."""
     if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
@@ -420,12 +428,20 @@ def _masks(value: Any) -> tuple[dict[str, Any], ...]:
         raise ValueError("is not a list of {source: NAME, documents: [17, 18], steps: [0, null]}")
     masks = []
     for item in value:
-        if set(item) != set(wanted):
-            raise ValueError(f"has an entry with {', '.join(map(str, item))}, not {wanted}")
-        steps = _range(item["steps"], is_open=True)
-        masks.append(
-            {"source": str(item["source"]), "documents": _range(item["documents"]), "steps": steps}
-        )
+        if set(item) - {"tokens"} != set(wanted):
+            given = ", ".join(map(str, item))
+            raise ValueError(f"has an entry with {given}, not {wanted} and, if need be, tokens")
+        mask = {"source": str(item["source"]), "documents": _range(item["documents"])}
+        mask["steps"] = _range(item["steps"], is_open=True)
+        if "tokens" in item:
+            mask["tokens"] = _range(item["tokens"], is_open=True)
+            first, end = mask["documents"]
+            if end != first + 1:
+                raise ValueError(
+                    f"has tokens of the documents [{first}, {end}]; they count from the start of"
+                    f" one, so give an entry for each, such as documents: [{first}, {first + 1}]"
+                )
+        masks.append(mask)
     return tuple(masks)
 
 
@@ -436,6 +452,7 @@ SPECIAL: dict[str, Callable] = {
     "alerts.command": _command,
     "parallel.bounds": _bounds,
     "tokens": _tokens,
+    "seq_len_warmup": _seq_len_warmup,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,
     "checkpoint.interval": _interval,

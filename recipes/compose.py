@@ -55,6 +55,7 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     warnings: list[str]
+    file: Path  # of the dish
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def compose(
         raise UserError(*problems)
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
-    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
+    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:

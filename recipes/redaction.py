@@ -74,7 +74,8 @@ def _assigned(found: re.Match) -> str:
     name, mark, value = found["name"], found["mark"], found["value"]
     # A blank gives a value only to an option: `--token abc`, but not "the token was refused".
     is_option = found.string[max(0, found.start() - 2) : found.start()] == "--"
-    if not looks_secret(name) or value in EMPTY or (mark.isspace() and not is_option):
+    is_masked = value.strip("\"'\\") == MASK  # by an earlier pass, which took no quote away
+    if not looks_secret(name) or value in EMPTY or is_masked or (mark.isspace() and not is_option):
         # The value may itself be the name of another: "--env=API_KEY=abc".
         return name + mark + (ASSIGNED.sub(_assigned, value) if value not in EMPTY else value)
     quote = value[0] if value[0] in "\"'" else '"' if ":" in mark else ""

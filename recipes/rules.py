@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from recipes.schema import read_steps
@@ -102,11 +103,34 @@ def _kv_heads(heads, kv_heads) -> str | None:
 def _window(window, seq_len) -> str | None:
     if window is None or window % seq_len == 0:
         return None
-    below = window // seq_len * seq_len or seq_len
+    below = window // seq_len * seq_len
+    above = below + seq_len
     return (
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
-        f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
+        f" nearest: {f'{below} or {above}' if below else above}"
     )
+
+
+def _seq_len_warmup(warmup, seq_len) -> str | None:
+    if warmup is None:
+        return None
+    lengths = [length for _, length in warmup]
+    uneven = [length for length in lengths if seq_len % length]
+    if uneven:
+        parts = [n for n in range(2, 65) if seq_len % n == 0][:8]
+        legal = f"; legal: {', '.join(str(seq_len // n) for n in reversed(parts))}" if parts else ""
+        return (
+            f"seq_len_warmup has the length {uneven[0]}, which does not divide seq_len={seq_len}:"
+            f" sequences are cut into equal parts{legal}"
+        )
+    if any(low >= high for low, high in pairwise(lengths)):
+        return f"seq_len_warmup has the lengths {lengths}; those of a warm-up increase"
+    if lengths[-1] != seq_len:
+        return (
+            f"seq_len_warmup ends at {lengths[-1]} tokens, and seq_len={seq_len} would never be"
+            f" reached: add [STEP, {seq_len}], or lower seq_len"
+        )
+    return None
 
 
 def _built_in_corpora(sources) -> str | None:
@@ -180,6 +204,15 @@ def _stop_is_reached(stop_after, steps) -> str | None:
     return None
 
 
+def _whole_length_is_reached(warmup, steps) -> str | None:
+    if warmup is None or steps is None or warmup[-1][0] < steps:
+        return None
+    return (
+        f"seq_len_warmup reaches seq_len at data step {warmup[-1][0]}, and the run ends after"
+        f" steps={steps}: its last positions are never trained"
+    )
+
+
 def _recompute(recompute, compiles) -> str | None:
     if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
         return (
@@ -228,6 +261,7 @@ RULES = (
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
+    (("seq_len_warmup", "seq_len"), _seq_len_warmup),
     (("data.sources",), _sources),
     (("recompute", "compile"), _recompute),
     (("data.sources",), _built_in_corpora),
@@ -238,6 +272,7 @@ RULES = (
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),
+    (("seq_len_warmup", "steps"), _whole_length_is_reached),
     (("batch_tokens", "steps"), _ramp_is_reached),
     (("checkpoint.interval", "checkpoint.keep_every"), _auto_keeps),
 )

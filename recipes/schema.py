@@ -120,7 +120,8 @@ class Skip:
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
-        " by number, that give no loss in these data steps; end null = to the end of the run",
+        " by number, that give no loss in these data steps; end null = to the end of the run; with"
+        " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
     )
 
 
@@ -217,7 +218,10 @@ class Cluster:
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
     )
     threads: int | None = knob(
-        None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
+        None,
+        "CPU threads per rank; null = OMP_NUM_THREADS, else cores / ranks on this host",
+        low=1,
+        high=1024,
     )
     mtbf_hours: float | None = knob(
         None,
@@ -248,6 +252,11 @@ class Parallel:
         unit="blocks",
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: the fewest that a run takes."""
+        return self.tensor * self.pipeline * self.context
 
 
 @dataclass(frozen=True)
@@ -392,6 +401,13 @@ class Recipe:
     )
     seq_len: int = knob(
         REQUIRED, "tokens the model sees at once", unit="tokens", low=1, high=2**31 - 1
+    )
+    seq_len_warmup: Any = knob(
+        None,
+        "[[data step, tokens], ...] from step 0, up to seq_len: shorter sequences first; each of"
+        " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
+        " null = none",
+        unit="tokens",
     )
     batch_tokens: Any = knob(
         REQUIRED,

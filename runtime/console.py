@@ -86,11 +86,8 @@ class Console:
             self._shown = ""
 
     def _put(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except BrokenPipeError:  # who read it has gone: the run goes on without them
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        self._stream.write(text)
+        self._stream.flush()
 
     def _draw(self, text: str, is_skipped: bool) -> None:
         color = YELLOW if is_skipped else GREEN

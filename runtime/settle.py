@@ -133,7 +133,6 @@ def budget_warnings(tokens: int, parameters: int) -> list[str]:
         return []
     side = "below" if ratio < CHINCHILLA else "above"
     return [
-        f"{tokens:,} tokens for {parameters:,} parameters are {ratio:.3g} per parameter, far {side}"
-        f" the compute-optimal {CHINCHILLA} (tokens=chinchilla trains on"
-        f" {CHINCHILLA * parameters:,})"
+        f"{ratio:.3g} tokens per parameter, far {side} the compute-optimal {CHINCHILLA}"
+        f" (tokens=chinchilla: {CHINCHILLA * parameters:,} tokens)"
     ]

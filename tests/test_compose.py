@@ -312,6 +312,27 @@ def test_a_batch_ramp_is_read_into_pairs_and_its_form_checked():
         assert only(f"batch_tokens={wrong}").startswith("batch_tokens=")
 
 
+def test_a_warm_up_of_the_sequence_length_cuts_evenly_and_ends_at_seq_len():
+    assert compose("tiny", ["seq_len_warmup=[[0,64],[5,256]]"]).recipe.seq_len_warmup == (
+        (0, 64),
+        (5, 256),
+    )
+    for wrong, part in (
+        ("64", "[data step, tokens] pairs"),
+        ("[[1,64],[5,256]]", "must start at step 0"),
+        ("[[0,0],[5,256]]", "must be from 1"),
+        ("[[0,96],[5,256]]", "the length 96, which does not divide seq_len=256"),
+        ("[[0,512],[5,256]]", "legal: 4, 8, 16, 32, 64, 128"),
+        ("[[0,128],[5,64],[9,256]]", "those of a warm-up increase"),
+        ("[[0,64],[5,128]]", "ends at 128 tokens, and seq_len=256 would never be reached"),
+    ):
+        line = only(f"seq_len_warmup={wrong}")
+        assert line.startswith("seq_len_warmup")
+        assert part in line
+    late = compose("tiny", ["steps=5", "seq_len_warmup=[[0,64],[5,256]]", "warmup=0"])
+    assert "the run ends after steps=5" in late.warnings[0]
+
+
 def test_head_shapes_are_checked():
     assert "nearest: 255 or 258" in "".join(refused("model.num_attention_heads=3"))
     assert "does not divide" in only("model.num_key_value_heads=3")
@@ -369,6 +390,7 @@ def test_a_knob_given_twice_takes_the_later_value_and_says_so():
 def test_a_written_recipe_composes_back_to_the_same(dish, tmp_path):
     overrides = ["ds.zero_optimization.overlap_comm=true", "run='1e5'", "optim.lr=1e-5"]
     overrides += ["batch_tokens=[[0,8388608],[10,16777216]]", "data.attend=across"]
+    overrides += ["seq_len_warmup=[[0,64],[9,${seq_len}]]"]
     recipe = compose(dish, overrides).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_yaml(recipe))

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-from launch import budget, bundle, oom, start
+from launch import budget, local, oom, start
 from launch.budget import Budget, Life
-from launch.local import Book, goes_on
+from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
@@ -53,7 +53,7 @@ def live_through(
             book,
             Budget(lives, book.place()),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, {}, os.environ),
+            lambda why: keep(book, why, {}, os.environ),
         )
     return status, folder
 
@@ -116,7 +116,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "lives", "status", "causes"),
     [
-        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["refused"]),
+        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
@@ -253,6 +253,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_known_as_such():
         assert done.returncode == 0, done.stderr
     finally:
         group.rmdir()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_by_name(monkeypatch, capsys):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", "/p/corpora/x.tmp")
+
+    monkeypatch.setattr(local, "start_here", denied)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    assert local.main(["--", "recipe=tiny"]) == 93
+    assert "refused: /p/corpora/x.tmp: Permission denied; have" in capsys.readouterr().err
 
 
 def test_a_slurm_job_is_put_back_in_the_queue_by_its_number(tmp_path, monkeypatch, capsys):
