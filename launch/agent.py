@@ -33,6 +33,7 @@ from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
 from recipes.schema import UserError, Watch
+from runtime.cores import usable
 
 ROOT = Path(__file__).resolve().parent.parent
 # The launcher says something every other second (launch.cluster), and so does an agent with ranks.
@@ -209,8 +210,7 @@ def environments(
     # cores from those that work: 350 against 1,900 tokens/s of `tiny`, two threads, load 4.
     base.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ranks share the cores.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    base.setdefault("OMP_NUM_THREADS", str(max(1, cores // per_node)))
+    base.setdefault("OMP_NUM_THREADS", str(max(1, usable() // per_node)))
     base["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))])
     )

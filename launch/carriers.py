@@ -57,7 +57,7 @@ def carriers(
         assert is_host_name(host.name), host.name  # whoever read the names has refused others
     if via == "ssh":
         return [
-            _here(node, root) if is_here(host.name) else _ssh(node, host.name, root, ssh)
+            _here(node) if is_here(host.name) else _ssh(node, host.name, root, ssh)
             for node, host in enumerate(hosts)
         ]
     if via == "pdsh":
@@ -79,7 +79,7 @@ def is_here(name: str) -> bool:
     return any(network.is_own(address) for address in addresses)
 
 
-def _here(node: int, root: Path) -> Carrier:
+def _here(node: int) -> Carrier:
     return Carrier((node,), (sys.executable, "-m", "launch.agent", "--node", str(node)))
 
 

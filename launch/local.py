@@ -85,6 +85,11 @@ def main(arguments: list[str]) -> int:
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
+    except PermissionError as error:
+        what = f"{error.filename}: {error.strerror}"
+        return refuse(
+            UserError(f"{what}; have its owner change that, or start from a copy of yours")
+        )
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED

@@ -147,7 +147,13 @@ class _Reader:
     def unknown(self, cls: type, values: dict, prefix: str) -> None:
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
-            if key not in names:
+            if "." in str(key):
+                first, _, rest = str(key).partition(".")
+                self.problems.append(
+                    f"{prefix}{key}{self.where(f'{prefix}{key}')}: in a file groups are nested;"
+                    f" write {first}: {{{rest}: ...}}"
+                )
+            elif key not in names:
                 path = f"{prefix}{key}"
                 hint = did_you_mean(path, [prefix + name for name in names] + list(knob_names()))
                 if hint == ".":

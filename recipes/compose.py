@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from recipes.check import folder_name, is_text, to_recipe
 from recipes.schema import Recipe, UserError, as_written, did_you_mean
@@ -38,11 +38,14 @@ GROUPS = ("model", "data", "optim", "cluster")
 CONFIG_ERRORS = (
     HydraException,
     OmegaConfBaseException,
-    YAMLError,
+    yaml.YAMLError,
     ValueError,
     TypeError,
     RecursionError,
+    OSError,
 )
+# YAML 1.1 reads 010 as 8 and 12:30 as 750; on the command line they are 10 and no number.
+MISREAD = re.compile(r"[-+]?(0[0-9_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 
 @dataclass(frozen=True)
@@ -183,16 +186,18 @@ def ingredients(group: str) -> list[str]:
 
 def locate(dish: str) -> Path:
     """The file of a dish. Raises UserError with the list of recipes and the nearest name."""
-    if dish.endswith(".yaml") or "/" in dish:
-        path = (ROOT / dish).resolve()
-        if path.is_file() and path.suffix == ".yaml":
-            return path
-        raise UserError(f"recipe {dish}: there is no file {path}")
-    path = RECIPES / f"{dish}.yaml"
-    if not re.fullmatch(r"[\w.-]+", dish) or not path.is_file():
-        near = did_you_mean(dish, dishes())
-        raise UserError(f"recipe {dish!r}: no such recipe{near} There are: {', '.join(dishes())}")
-    return path
+    is_path = dish.endswith(".yaml") or "/" in dish
+    path = ROOT / dish if is_path else RECIPES / f"{dish}.yaml"
+    try:
+        path = path.resolve() if is_path else path
+        is_file = path.is_file() and path.suffix == ".yaml"
+    except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a NUL
+        is_file = False
+    if is_file and (is_path or re.fullmatch(r"[\w.-]+", dish)):
+        return path
+    near = did_you_mean(Path(dish).stem, dishes())
+    what = f"there is no file {str(path)!r:.300}" if is_path else "no such recipe"
+    raise UserError(f"recipe {dish!r:.300}: {what}{near} There are: {', '.join(dishes())}")
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str], list[str]]:
@@ -280,11 +285,22 @@ def _hydra_once(
         file = next((place for place in places if place.is_file()), None)
         if file is None:  # Hydra's own `hydra/config`
             continue
+        refuse_misread(file)
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         content.pop("defaults", None)
         prefix = f"{part.package}." if part.package else ""
         origins |= {prefix + key: _shown(file) for key in _leaves(content)}
     return tree, origins
+
+
+def refuse_misread(file: Path) -> None:
+    """Raise ValueError for a number that YAML would read as another one."""
+    for token in yaml.scan(file.read_text(encoding="utf-8-sig")):
+        if isinstance(token, yaml.ScalarToken) and token.plain and MISREAD.fullmatch(token.value):
+            raise ValueError(
+                f"line {token.start_mark.line + 1}: YAML reads {token.value} as"
+                f" {yaml.safe_load(token.value)}; write that, or put it in quotes where it is text"
+            )
 
 
 def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[str]:
@@ -394,5 +410,10 @@ def _reason(error: Exception) -> str:
 
 def _one_line(error: Exception) -> str:
     """The first paragraph of a library's message, without its trailer."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or its defaults list leads back to itself"
     text = str(error).split("\n    full_key")[0].split("\nSee https")[0]
+    cause = error.__cause__ or error.__context__
+    if not text.strip() and isinstance(cause, Exception):
+        return _one_line(cause)
     return " ".join(text.split()) or type(error).__name__

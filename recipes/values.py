@@ -81,7 +81,7 @@ def as_float(value: Any) -> float:
 
 def as_written(value: Any) -> str:
     """A value in the notation of recipes, for messages: null, true, [a, 1]; long ones cut."""
-    if isinstance(value, str):
+    if isinstance(value, str | float):
         text = repr(value)
     else:
         text = json.dumps(value, ensure_ascii=False, default=str).replace('"', "")

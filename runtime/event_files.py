@@ -66,7 +66,10 @@ SERIES = {
         "steps so far that did not move the weights",
     ),
     "life": ("progress/life", "process start that trained the step: it rises at each restart"),
-    "tokens_per_s": ("throughput/tokens_per_s", "all ranks; evaluation and saves excluded"),
+    "tokens_per_s": (
+        "throughput/tokens_per_s",
+        "all ranks; evaluation and saves excluded; low in the first step of a life, which warms up",
+    ),
     "tokens_per_s_per_rank": ("throughput/tokens_per_s_per_rank", "evaluation and saves excluded"),
     "mfu": (
         "throughput/mfu",

@@ -93,16 +93,14 @@ class MetricsWriter:
         self._close_files()
         path = self.folder / METRICS
         records.repair(path, self._say)
-        removed = records.truncate_after(path, self.segment, after_step)
+        removed, kept = records.truncate_after(path, self.segment, after_step)
         if removed:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [
-            line for line in lineage_of(self.folder).own(read_metrics(path))
-            if line["step"] <= after_step
-        ]  # fmt: skip
-        last = max(before, key=lambda line: line["step"], default={})
+        own = lineage_of(self.folder).own(kept)
+        before = [line for line in own if line["step"] <= after_step]
+        last = max(before, key=lambda line: (line["step"], line["life"]), default={})
         self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts

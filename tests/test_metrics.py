@@ -23,6 +23,8 @@ from runtime.console import summary_text
 from runtime.memory import GIB, peak_device_gib, peak_host_gib
 from runtime.metrics import MetricsWriter, hyper_parameters, summary
 from runtime.records import (
+    TAIL_BYTES,
+    last_lines,
     read_events,
     read_lines,
     read_metrics,
@@ -112,6 +114,23 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         first_of_life=False,
         val_loss=4.5,
     )
+
+
+def test_the_newest_lines_are_read_from_the_end_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_lines(path) == []
+    path.write_bytes(b"")
+    assert last_lines(path) == []
+    lines = [{"step": step, "text": "x" * 40} for step in range(5000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50')
+    assert path.stat().st_size > TAIL_BYTES
+    assert last_lines(path) == lines[-1:]
+    assert last_lines(path, 20) == lines[-20:]
+    found = last_lines(path, 10_000)
+    assert found == lines[-len(found) :]
+    assert 1000 < len(found) < 5000
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    assert last_lines(path, 5) == [{"step": 3}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -230,10 +249,12 @@ def test_truncating_one_segment_leaves_the_others_untouched(tmp_path):
             write_step(writer, step)
         writer.close()
     path = folder / "metrics.jsonl"
-    assert truncate_after(path, 1, 3) == 2
+    removed, kept = truncate_after(path, 1, 3)
+    assert removed == 2
+    assert kept == read_lines(path)
     assert [line["step"] for line in read_metrics(path, 0)] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in read_metrics(path, 1)] == [3]
-    assert truncate_after(path, 1, 3) == 0
+    assert truncate_after(path, 1, 3) == (0, kept)
 
 
 def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-from launch import budget, oom, start
+from launch import budget, local, oom, start
 from launch.budget import Budget, Life
 from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
@@ -253,6 +253,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_known_as_such():
         assert done.returncode == 0, done.stderr
     finally:
         group.rmdir()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_by_name(monkeypatch, capsys):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", "/p/corpora/x.tmp")
+
+    monkeypatch.setattr(local, "start_here", denied)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    assert local.main(["--", "recipe=tiny"]) == 93
+    assert "refused: /p/corpora/x.tmp: Permission denied; have" in capsys.readouterr().err
 
 
 def test_a_slurm_job_is_put_back_in_the_queue_by_its_number(tmp_path, monkeypatch, capsys):
