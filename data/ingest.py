@@ -396,6 +396,7 @@ def _bad(summary: dict) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus`; returns the exit status."""
     parser = Parser(
         prog="python -m data.ingest",
         description="Build a corpus from text.",

@@ -150,6 +150,7 @@ def _num_rows(path: Path) -> int | str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus-verify`; returns the exit status."""
     parser = Parser(prog="python -m data.verify", description="Read every byte of a corpus.")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--workers", type=int, default=usable())
