@@ -123,6 +123,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
             lambda why: bundle.pack(folder, book.name(), why, facts(), os.environ),
+            0.0 if once else recipe.restart.wait_s,
         )
 
 
@@ -209,7 +210,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
         )  # fmt: skip
         with watch:
-            return supervise(mend, book, budget, asked, keep)
+            return supervise(mend, book, budget, asked, keep, 0.0 if once else rules.wait_s)
 
 
 def say(line: str) -> None:

@@ -21,8 +21,8 @@ from runtime.console import duration, number
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import ENDINGS, unix_s
-from runtime.presence import is_living, shown
-from runtime.records import METRICS, parse_line, read_events
+from runtime.presence import is_living, launcher, shown
+from runtime.records import METRICS, METRICS_HAVE, read_events, read_line
 from runtime.requests import read_request
 
 RECENT = 20  # steps that a speed is taken of
@@ -46,6 +46,7 @@ class State:
     line_s: float | None  # time of the newest line
     saved: tuple[int, float] | None  # newest checkpoint: step, time
     now_s: float
+    launcher: str | None = None  # who starts it again
 
 
 def state_of(folder: Path) -> State:
@@ -62,6 +63,7 @@ def state_of(folder: Path) -> State:
         metrics.stat().st_mtime if metrics.exists() else None,
         newest,
         time.time(),
+        launcher(folder),
     )
 
 
@@ -73,7 +75,7 @@ def newest_lines(path: Path) -> list[Mapping[str, Any]]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         _torn, *whole = (b"\n" * (size <= TAIL_BYTES) + file.read()).split(b"\n")[:-1]
-    return [parse_line(line) for line in whole][-RECENT:]
+    return [read_line(path, "near its end", line, METRICS_HAVE) for line in whole[-RECENT:]]
 
 
 def describe(state: State) -> list[str]:
@@ -124,6 +126,8 @@ def is_open(state: State) -> bool:
 def next_command(state: State) -> list[str]:
     """What goes on with a run that does not live."""
     name = state.folder.name
+    if state.launcher:
+        return [f"  next: nothing to do: its launcher ({state.launcher}) starts it"]
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
     if "finished" in kinds[-2:]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]
