@@ -41,6 +41,7 @@ REPEATS ?=
 RUNS ?=
 NAME ?=
 DOC ?=
+TOKENS ?=
 TEXT ?=
 EVERY ?=
 NOW ?=
@@ -60,7 +61,7 @@ QUICK ?=
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
-	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY A B NOW KIND FOLLOW MTBF \
+	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
 	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
@@ -71,8 +72,11 @@ endif
 LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
 
 SHELL := /bin/bash
+# Files are UTF-8 and what is printed never ends a verb, whatever the locale.
+export PYTHONUTF8 ?= 1
 .DEFAULT_GOAL := help
-export PYTHONPATH := $(CURDIR)
+# An interpreter of your own comes with your PYTHONPATH (modules of a cluster); .venv has all it needs.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHON),$(if $(PYTHONPATH),:$(value PYTHONPATH)))
 # Read as they were typed: make looks for no $ in them, and the shell that it starts sees them as
 # variables, so no brace, quote, * or ; in them is ever its own. Python splits OVERRIDES by the
 # shell's rules for quotes and blanks.
@@ -84,13 +88,15 @@ WORDS = "--overrides=$$OVERRIDES" --
 
 ifdef PYTHON
 READY := python-given
+READY_FOR_TESTS := python-given-for-tests
 else
 PYTHON := $(CURDIR)/.venv/bin/python
 READY := .venv/ready
+READY_FOR_TESTS := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
-	matrix crash chaos rewind branch history reproduce python-given corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
+	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -98,8 +104,10 @@ help: ## this list
 .venv/ready: requirements.txt launch/setup.py
 	@python3 launch/setup.py .venv
 
-python-given: launch/setup.py
-	@"$(PYTHON)" launch/setup.py --check
+python-given python-given-for-tests: launch/setup.py
+	@command -v "$(PYTHON)" >/dev/null || { echo "refused: PYTHON=$(PYTHON): no such program; leave it" \
+	  "out to have a virtual environment made in .venv" >&2; exit 93; }
+	@"$(PYTHON)" launch/setup.py --check $(if $(findstring tests,$@),tests)
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)
 	@exec "$(PYTHON)" -m launch.local $(PLACE) $(WORDS) "recipe=$$RECIPE"
@@ -137,8 +145,8 @@ goodput: $(READY) ## where every second of RUN went; the best checkpoint.interva
 checkpoints: $(READY) ## the checkpoints of RUN
 	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
 
-verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP")
+verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=; ALL=1: abandoned ones, too)
+	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(ALL),--all)
 
 rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
 	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
@@ -154,8 +162,9 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP=)
-	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP")
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
 	@exec "$(PYTHON)" -m checkpoint.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
@@ -195,29 +204,29 @@ tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://loca
 	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
 	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
 
-audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC=, EVERY= SEGMENT=)
-	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
+audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
+	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
 	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"
 
-test: $(READY) ## the whole test suite, two files at a time
+test: $(READY_FOR_TESTS) ## the whole test suite, two files at a time
 	@exec "$(PYTHON)" -m pytest -n 2 --dist loadfile $(TESTS)
 
-lint: $(READY) ## ruff check and format check
+lint: $(READY_FOR_TESTS) ## ruff check and format check
 	@"$(PYTHON)" -m ruff check . && "$(PYTHON)" -m ruff format --check .
 
-format: $(READY) ## ruff format and fix
+format: $(READY_FOR_TESTS) ## ruff format and fix
 	@"$(PYTHON)" -m ruff format . && "$(PYTHON)" -m ruff check --fix .
 
 bench: $(READY) ## tokens/s against a bare torch loop and the Hugging Face Trainer
 	@exec "$(PYTHON)" -m benchmarks.step
 
-matrix: $(READY) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
+matrix: $(READY_FOR_TESTS) ## every layout of up to 8 ranks against a plain loop (WORLD= FIND="t2 bf16")
 	@exec "$(PYTHON)" -m benchmarks.matrix $(if $(WORLD),--world "$(WORLD)") $(if $(FIND),--find "$(FIND)")
 
-chaos: $(READY) ## faults of hosts, ranks and networks on three hosts, as root: a table (FIND=words)
+chaos: $(READY_FOR_TESTS) ## faults of hosts, ranks and networks on three hosts, as root: a table (FIND=words)
 	@exec "$(PYTHON)" -m benchmarks.chaos $(if $(FIND),--find "$$FIND")
 
-crash: $(READY) ## SIGKILL at every moment of a save, then the run goes on (FIND="async torn")
+crash: $(READY_FOR_TESTS) ## SIGKILL at every moment of a save, then the run goes on (FIND="async torn")
 	@exec "$(PYTHON)" -m benchmarks.crash $(if $(FIND),--find "$$FIND")

@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+if __name__ == "__main__":  # what follows takes seconds to import
+    from runtime import requests
+
+    requests.REQUESTS.listen(is_importing=True)
+
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.choose import set_aside
@@ -36,7 +41,7 @@ from checkpoint.resume import Change
 from checkpoint.state import restore_random_states
 from data.collect import LEDGER_EVERY, Collector
 from data.ledger import Ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import StepData, Stream, open_stream
 from data.windows import Batch
 from parallel.layout import Layout, describe_places, places
@@ -57,8 +62,8 @@ from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
 from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, data_of, read_state, standing
-from runtime.saving import Saver
+from runtime.resuming import compare, data_of, left_behind, read_state, standing
+from runtime.saving import Saver, Unsaved
 from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
@@ -87,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass
 class Run:
-    """What one rank needs for the loop. `first_step` is the next update."""
+    """What one rank needs for the loop."""
 
     recipe: Recipe
     settled: Settled
@@ -120,7 +125,7 @@ def prepare(arguments: list[str]) -> Run | None:
     process.check_launcher()
     composed = compose_command(arguments)
     recipe = composed.recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, process.launched_world(), schedule)
     layout = settled.layout
     folder = ROOT / "runs" / recipe.run
@@ -128,6 +133,7 @@ def prepare(arguments: list[str]) -> Run | None:
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
+    warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
     if process.launched_rank() == 0:  # a network file system may show the others something older
@@ -148,18 +154,23 @@ def prepare(arguments: list[str]) -> Run | None:
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled)
     lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
-    if me.is_first:
-        HEART.show_in(folder)
-    draw = None if stands.step else origin.draw if origin else initial
-    engine = build(recipe, layout, settled.config, me, draw)
-    saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
-    run = Run(
-        recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
-        None, label, stands.changes, [*warnings, *notes], counter,
-    )  # fmt: skip
-    if stands.step:
-        restore(run)
-    saver.segment = enter_segment(run)
+    try:
+        if me.is_first:
+            HEART.show_in(folder)
+        draw = None if stands.step else origin.draw if origin else initial
+        engine = build(recipe, layout, settled.config, me, draw)
+        saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
+        run = Run(
+            recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
+            None, label, stands.changes, [*warnings, *notes], counter,
+        )  # fmt: skip
+        if stands.step:
+            restore(run)
+        saver.segment = enter_segment(run)
+    except BaseException:
+        if lease:
+            lease.release()  # no other host is to wait for a life that trained nothing
+        raise
     return run
 
 
@@ -221,10 +232,11 @@ def enter_segment(run: Run) -> int:
 
 def train(run: Run) -> int:
     """The loop, and the cause on record where it does not reach its end; the exit status."""
-    record = open_record(run) if run.process.is_first else None
-    if record:
-        run.saver.tell = record.tell
+    record = None
     try:
+        if run.process.is_first:
+            record = open_record(run)
+            run.saver.tell, run.saver.sync_record = record.tell, record.sync
         with run.saver:  # what is in flight ends first
             return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
@@ -320,18 +332,19 @@ def loop(run: Run, record: Record | None) -> int:
             if ending:
                 break
     HEART.beat("end")
+    if is_saved and not ending:
+        unsaved, ending = run.saver.last(step, guard.health.as_dict(), REQUESTS.now)
+    else:
+        unsaved = run.saver.drain()
     hardware.close()
-    unsaved = run.saver.drain()
+    if unsaved and is_saved and not ending:
+        raise Unsaved(f"the last step, {step}, is trained and not saved: {unsaved}")
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
         cause = ending.cause if ending else "finished"
         record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
         REQUESTS.done()
-    if ending:
-        return ending.status
-    if is_saved and unsaved:
-        raise Shared(f"the last step was not saved: {unsaved}")
-    return FINISHED
+    return ending.status if ending else FINISHED
 
 
 def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
@@ -418,6 +431,9 @@ def banner(run: Run) -> list[str]:
         settled.layout.describe(),
         *describe_places(settled.layout, run.process.local_world),
     ]
+    if recipe.seq_len_warmup:
+        pieces = [f"{length} from data step {step}" for step, length in recipe.seq_len_warmup]
+        lines.append(f"sequences are cut to {', '.join(pieces)}")
     for use in run.stream.usage(settled.last_step):
         rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.windows import IGNORED, Batch, Rows, make_batches
 from recipes.schema import Cluster, Data, Model, Optim, Recipe, Source
 from runtime.settle import Settled, settle
@@ -95,7 +95,7 @@ def recipe_of(work: Workload, **knobs: Any) -> Recipe:
 
 def settled_of(recipe: Recipe, world: int) -> Settled:
     """Layout and DeepSpeed JSON of `recipe` on `world` ranks."""
-    return settle(recipe, world, read_schedule(recipe.batch_tokens, recipe.seq_len))
+    return settle(recipe, world, schedule_of(recipe))
 
 
 def micro_batches(work: Workload, rank: int, attend: str) -> list[Batch]:

@@ -26,17 +26,19 @@ from pathlib import Path
 
 from checkpoint import history
 from checkpoint.choose import verify
+from checkpoint.durable import sync_folder, sync_tree
 from checkpoint.lineage import MARK, Line, Lineage, lineage, read, run_folder
 from checkpoint.manifest import committed, read_manifest
 from checkpoint.resume import Change, check_resume
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import open_stream
 from recipes.check import folder_name, to_recipe
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, count_of, refuse, words_of
 from recipes.compose import compose, recipe_yaml
 from recipes.exits import FINISHED
 from recipes.schema import Recipe, UserError
 from runtime.resuming import compare, read_state
+from runtime.settle import attempt
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = "environment.json"
@@ -47,7 +49,7 @@ OF_A_START = {"stop_after": None, "resume": "auto", "allow": [], "init_from": No
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.branch RUN --step N --to NAME`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make branch", description=__doc__)
+    parser = Parser(prog="make branch", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go on from")
     parser.add_argument("--segment", default="", help="take the checkpoint of this segment")
@@ -76,17 +78,16 @@ def main(arguments: list[str]) -> int:
 
 def find(parent: Path, options: argparse.Namespace) -> tuple[history.Target, Path]:
     """The checkpoint to go on from, every byte of it read. Raises UserError."""
-    problems = [
-        f"{name}={text}: give a number, such as {name}=80"
-        for name, text in (("STEP", options.step), ("SEGMENT", options.segment or "0"))
-        if not (text.isascii() and text.isdigit()) or (name == "STEP" and int(text) == 0)
-    ]
+    problems: list[str] = []
+    step = attempt(problems, lambda: count_of("STEP", options.step, least=1))
+    segment = None
+    if options.segment:
+        segment = attempt(problems, lambda: count_of("SEGMENT", options.segment))
     problems += name_problems(options.to)
     if problems:
         raise UserError(*problems)
     lines = read(parent)
-    segment = int(options.segment) if options.segment else None
-    target = history.find(parent, lines, int(options.step), segment)
+    target = history.find(parent, lines, step, segment)
     path = dict(committed(parent / "checkpoints", lineage(lines, target.segment)))[target.step]
     damage = verify(path, "full")
     if damage:
@@ -121,7 +122,7 @@ def branched(
     found = check_resume(stored, dataclasses.asdict(recipe)).changes
     allow = tuple(change.key for change in found if change.treatment == "deliberate")
     skips = history.data_with_skips(recipe.data, kept_skips(read(parent), target))
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     vocabulary = recipe.model.vocab_size
     stream = open_stream(skips, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     allowed = dataclasses.replace(recipe, allow=allow)
@@ -166,7 +167,9 @@ def branch(
         history.overrides(new, changes, target.step)
         place = {"segment": target.segment, "step": target.step, "to": folder.name}
         history.append(parent, {"kind": "branch", **place, **facts})
+        sync_tree(new)
         os.rename(new, folder)
+        sync_folder(folder.parent)
     except OSError as error:
         raise UserError(f"TO={folder.name}: {error.filename}: {error.strerror}") from None
     finally:

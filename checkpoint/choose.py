@@ -12,8 +12,9 @@ import contextlib
 import math
 import os
 import random
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from checkpoint.comm import Comm, broadcast
 from checkpoint.epochs import Fence
 from checkpoint.manifest import (
     NAME,
+    STEP_PATTERN,
     Manifest,
     abandoned,
     committed,
@@ -36,6 +38,7 @@ from recipes.schema import UserError
 # Blocks of each file that a sampled check reads, besides the first and the last.
 SAMPLE_BLOCKS = 6
 DEPTHS = ("sizes", "sampled", "full")
+ASIDE = re.compile(rf"{STEP_PATTERN.pattern}\.damaged-\d+", re.ASCII)  # what `set_aside` names
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,10 @@ def drop_from_cache(path: Path) -> None:
 
 def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None = None) -> Choice:
     """The newest whole checkpoint of a step under `below`, the same on all ranks; a collective."""
-    choice: Choice | list[str] | None = None
-    if comm.rank == 0:
-        try:
-            choice = _look(run_folder / "checkpoints", depth, below)
-        except OSError as error:
-            choice = [f"{error.filename or run_folder / 'checkpoints'}: {error.strerror}"]
-        except UserError as error:
-            choice = error.problems
-    choice = broadcast(comm, choice, "choice of the checkpoint")
-    if isinstance(choice, list):
-        raise UserError(*choice)
-    return choice
+    checkpoints = run_folder / "checkpoints"
+    return _first_looks(
+        comm, lambda: _look(checkpoints, depth, below), checkpoints, "choice of the checkpoint"
+    )
 
 
 def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
@@ -194,25 +189,35 @@ def set_aside(damaged: Sequence[Path]) -> list[str]:
 
 def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Found:
     """The checkpoint of `step` on all ranks. Raises UserError when it is missing or damaged."""
-    outcome: Found | UserError | None = None
-    if comm.rank == 0:
-        steps = dict(committed(run_folder / "checkpoints"))
+    checkpoints = run_folder / "checkpoints"
+
+    def look() -> Found:
+        steps = dict(committed(checkpoints))
         if step not in steps:
             there = ", ".join(str(one) for one in sorted(steps)) or "none"
-            outcome = UserError(
-                f"step={step}: {run_folder} has no such checkpoint; it has: {there}"
-            )
-        else:
-            problems = verify(steps[step], depth)
-            outcome = (
-                UserError(*problems)
-                if problems
-                else Found(step, steps[step], read_manifest(steps[step]))
-            )
-    outcome = broadcast(comm, outcome, "checkpoint asked for")
-    if isinstance(outcome, UserError):
-        raise outcome
-    return outcome
+            raise UserError(f"step={step}: {run_folder} has no such checkpoint; it has: {there}")
+        problems = verify(steps[step], depth)
+        if problems:
+            raise Damaged(*problems)
+        return Found(step, steps[step], read_manifest(steps[step]))
+
+    return _first_looks(comm, look, checkpoints, "checkpoint asked for")
+
+
+def _first_looks(comm: Comm, look: Callable[[], Any], checkpoints: Path, what: str) -> Any:
+    """What `look` finds on rank 0, on every rank. Where it fails, all raise UserError."""
+    found, problems = None, None
+    if comm.rank == 0:
+        try:
+            found = look()
+        except (Damaged, UserError) as error:
+            problems = error.problems
+        except OSError as error:
+            problems = [f"{error.filename or checkpoints}: {error.strerror}"]
+    found, problems = broadcast(comm, (found, problems), what)
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
 def best(states: Mapping[int, Mapping[str, Any]]) -> int | None:

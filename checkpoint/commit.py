@@ -2,7 +2,8 @@
 
     prepare   rank 0 sweeps leftovers, makes step-00001200.tmp-<epoch>/
     write     every rank writes and fsyncs its file and index, digesting as it writes
-    commit    rank 0 checks that the pieces are complete, writes MANIFEST.json, renames the folder
+    commit    rank 0 makes the run's record durable, checks that the pieces are complete, writes
+              MANIFEST.json, renames the folder
     verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
 
 The one rule: between two phases every rank learns how all others fared, and one failure is
@@ -27,6 +28,7 @@ from checkpoint import manifest as manifests
 from checkpoint.blocks import Damaged
 from checkpoint.choose import KEEP, Keep, check_rank, prune, set_aside
 from checkpoint.comm import Comm
+from checkpoint.durable import sync_folder
 from checkpoint.epochs import Fence, Fenced, Open
 from checkpoint.index import Fragment, holes, merge
 from checkpoint.manifest import Manifest, encode, folder_name, segment_of
@@ -36,7 +38,6 @@ from checkpoint.storage import (
     naming,
     nothing,
     read_index,
-    sync_folder,
     write_file,
     write_rank,
 )
@@ -84,10 +85,12 @@ def save(
     fence: Fence | None = None,
     verify: str = "sampled",
     point: Point = nothing,
+    sync_record: Callable[[], None] = lambda: None,
 ) -> SaveReport:
     """Save the state after update `step`; a collective of all ranks.
 
     `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
+    `sync_record` makes durable what the checkpoint vouches for; rank 0 calls it before the commit.
     `verify` is sampled or full. What fails on any rank is reported, not raised. Raises Fenced on
     all ranks where another life of the run has begun, and RuntimeError where the ranks lose each
     other, so that none waits for ever.
@@ -106,7 +109,12 @@ def save(
         files = {name: entry for part in written for name, entry in part.items()}
         total = sum(size for size, _ in files.values())
         made = Manifest(step, fence.epoch, comm.world, state, files)
-        notes = phase("commit", lambda: _commit(temporary, final, made, fence, point), only=0)[0]
+
+        def commit() -> list[str]:
+            sync_record()
+            return _commit(temporary, final, made, fence, point)
+
+        notes = phase("commit", commit, only=0)[0]
         phase("verify", lambda: check_rank(final, comm.rank, files, verify))
         removed, more = phase(
             "prune", lambda: _prune(checkpoints, keep, step, fence, point), only=0

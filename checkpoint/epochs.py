@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from checkpoint.durable import replace_file
 from recipes.schema import Shared
 
 FOLDER = "lease"
@@ -110,25 +111,20 @@ def create(run_folder: Path, holder: Holder) -> bool:
         descriptor = os.open(path, flags, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w") as file:
-        _write(file, holder)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(_text(holder))
+        file.flush()
+        os.fsync(file.fileno())
     return True
 
 
 def rewrite(run_folder: Path, holder: Holder) -> None:
     """Say more in the file of an epoch that one holds. Raises OSError."""
-    path = path_of(run_folder, holder.epoch)
-    new = path.with_suffix(".new")
-    with open(new, "w") as file:
-        _write(file, holder)
-    os.replace(new, path)
+    replace_file(path_of(run_folder, holder.epoch), _text(holder))
 
 
-def _write(file, holder: Holder) -> None:
-    json.dump(asdict(holder), file)
-    file.write("\n")
-    file.flush()
-    os.fsync(file.fileno())
+def _text(holder: Holder) -> bytes:
+    return (json.dumps(asdict(holder)) + "\n").encode()
 
 
 def forget(run_folder: Path, epoch: int) -> None:

@@ -11,7 +11,7 @@ weight, and twice the model for the comparison. Units: bytes, rows.
 
 from __future__ import annotations
 
-import argparse
+import glob
 import json
 import math
 import os
@@ -27,6 +27,8 @@ from checkpoint.manifest import folder_with_checkpoints
 from checkpoint.weights import RunWeights, check_names, find_tokenizer
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
+from recipes.command import Parser, refuse
+from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError
 
 DTYPES = {"bf16": (torch.bfloat16, "bfloat16", "BF16"), "fp32": (torch.float32, "float32", "F32")}
@@ -51,12 +53,12 @@ def export(
     does not give our decoder's logits.
     """
     if os.path.lexists(out):
-        raise UserError(f"{out} exists and is never overwritten; choose another folder with --out")
+        raise UserError(f"{out} exists and is never overwritten; choose another one: OUT=")
     weights = RunWeights(run, step)
     config = decoder_config(weights.state)
     check_names(weights, config)
-    made = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(made, ignore_errors=True)
+    made = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    sweep(out)
     made.mkdir(parents=True)
     try:
         generation: dict[str, Any] = {}
@@ -84,11 +86,21 @@ def export(
             "logits differ by": difference,
         }
         (made / "README.md").write_text(model_card(facts, config), encoding="utf-8")
+        if os.path.lexists(out):
+            raise UserError(f"{out} was made by another process meanwhile, and stays as it is")
         os.rename(made, out)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return facts
+
+
+def sweep(out: Path) -> None:
+    """Remove what exports into `out` left that a kill ended."""
+    for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def decoder_config(state: dict[str, Any]) -> DecoderConfig:
@@ -158,7 +170,7 @@ def pieces(weights: RunWeights, name: str) -> Iterator[torch.Tensor]:
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
     """Copy the tokenizer's files; its bos and eos as ids where it has them."""
     if not (source / TOKENIZER_FILES[0]).is_file():
-        raise UserError(f"{source / TOKENIZER_FILES[0]}: not found; give --tokenizer, or none")
+        raise UserError(f"{source / TOKENIZER_FILES[0]}: not found; give TOKENIZER=")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -240,8 +252,8 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 
 
 def main(arguments: list[str]) -> int:
-    """Export and say what was written; exit code 0, or 2 with the reason."""
-    parser = argparse.ArgumentParser(prog="checkpoint.export", description="Hugging Face folder")
+    """Export and say what was written; exit status."""
+    parser = Parser(prog="checkpoint.export", description="Hugging Face folder")
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--out", type=Path, help="default: <run>/export/step-<step>-<dtype>")
@@ -265,13 +277,15 @@ def main(arguments: list[str]) -> int:
             tokenizer=tokenizer,
             check=not options.no_check,
         )
-    except (UserError, OSError) as error:  # a full disk, a folder that cannot be made
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        return refuse(error)
+    except OSError as error:  # a full disk, a folder that cannot be made
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
     if tokenizer is None:
-        print("no tokenizer was found or exported; give --tokenizer", file=sys.stderr)
+        print("no tokenizer was found or exported; give TOKENIZER=", file=sys.stderr)
     print(f"{out}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
-    return 0
+    return FINISHED
 
 
 if __name__ == "__main__":

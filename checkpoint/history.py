@@ -7,6 +7,8 @@
      "skips": [{"effect": "advance", "range": [85, 90], "from_step": 81, "why": ..., ...}]}
     {"kind": "branch", "segment": 1, "step": 120, "to": "tiny-b", ...}
 
+and at the end of each line `"digest": "0123456789abcdef"`, of its text (checkpoint.lineage).
+
 The one rule: a line is never changed or removed; a later one speaks of later steps. A rewind with
 its skips is one line, so it happened or it did not. What happened by itself (lives, alarms, saves)
 stands in events.jsonl. Units: steps; ranges [first, end) are of data steps.
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.lineage import FILE, Line, lineage, read, segments
+from checkpoint.durable import sync_folder
+from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
 from checkpoint.manifest import committed, read_manifest, size_problems
 from checkpoint.resume import ABSENT, Change
 from checkpoint.state import RunState
@@ -313,7 +316,7 @@ def now() -> str:
 
 def append(folder: Path, line: Line) -> None:
     """Add one line, durably; it is whole or it is not there."""
-    text = (json.dumps(line, allow_nan=False) + "\n").encode()
+    text = encode(line)
     path = folder / FILE
     with open(path, "a+b", buffering=0) as file:
         file.seek(0)
@@ -325,8 +328,4 @@ def append(folder: Path, line: Line) -> None:
             file.truncate(kept)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)  # the name of a new file must outlive a power cut, too
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)

@@ -6,21 +6,26 @@
 
 The one rule: history.jsonl alone says what belongs to the run, and a rewind is one line of it.
 Checkpoints carry their segment in their name, lines in a field, so nothing is moved or overwritten
-when a run turns back, and a kill at any moment leaves the old lineage or the new one. Units: steps.
+when a run turns back, and a kill at any moment leaves the old lineage or the new one. Each line
+ends with a digest of its text: a bit flipped in a range of skips would train another run. Units:
+steps.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.blocks import digest
 from recipes.schema import UserError
 
 FILE = "history.jsonl"
 MARK = "recipe.yaml"  # what makes a folder under runs/ a run of ours
+DIGEST = re.compile(rb', "digest": "([0-9a-f]{16})"}')  # the end of a line, over all before it
 
 Line = dict[str, Any]
 
@@ -80,7 +85,8 @@ def run_folder(name: str, root: Path) -> Path:
 def read(folder: Path) -> list[Line]:
     """All lines of a run's history, in order; a torn last one, left by a kill, never happened.
 
-    Raises UserError where another is damaged: without it another lineage would be chosen.
+    Raises UserError where another is damaged, or has no digest: without it another lineage would
+    be chosen.
     """
     path = folder / FILE
     if not path.is_file():
@@ -89,19 +95,39 @@ def read(folder: Path) -> list[Line]:
     found = []
     for number, text in enumerate(whole, start=1):
         try:
-            line = json.loads(text)
-            if not isinstance(line, dict):
-                raise ValueError
-        except ValueError:
+            found.append(decode(text))
+        except ValueError as problem:
             raise UserError(
-                f"{path} line {number} is damaged, and the run's lineage with it; repair the line,"
-                " or put it back from a copy"
+                f"{path} line {number} is damaged: {problem}. The run's lineage hangs on it: put it"
+                " back from a copy, or mend it by hand until text and digest agree"
             ) from None
-        found.append(line)
     numbers = [line.get("segment") for line in segments(found)]
     if numbers != list(range(len(numbers))):
         raise UserError(f"{path} is damaged: its segments are {numbers}, a line is missing")
     return found
+
+
+def encode(line: Line) -> bytes:
+    """A line as it stands in the file."""
+    body = json.dumps(line, allow_nan=False).encode()[:-1]
+    return body + f', "digest": "{_digest(body)}"}}\n'.encode()
+
+
+def decode(text: bytes) -> Line:
+    """What a line says. Raises ValueError unless its digest is that of its text."""
+    end = DIGEST.search(text, max(0, len(text) - 31))
+    body = text[: end.start()] if end else text.removesuffix(b"}")
+    if end is None or end.end() != len(text) or end[1].decode() != _digest(body):
+        stands = f"the digest {end[1].decode()}" if end else "no digest"
+        raise ValueError(f"it has {stands}, its text gives {_digest(body)}")
+    line = json.loads(body + b"}")
+    if not isinstance(line, dict):
+        raise ValueError("it is no JSON object")
+    return line
+
+
+def _digest(body: bytes) -> str:
+    return digest(body)[:8].hex()
 
 
 def segments(lines: Iterable[Line]) -> list[Line]:

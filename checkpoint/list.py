@@ -6,12 +6,11 @@ Its one rule: it looks at manifests and sizes only; `checkpoint.verify` reads th
 says how much was read back when it was saved, `val loss` the newest one since the save before,
 `skipped` how many steps did not move the weights since then. Tags: best (lowest validation loss of
 those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the run was taken back
-behind it). Exit code 0, 1 when one is damaged, 2 when there is no such run.
+behind it). Exit status 0, 1 when one is damaged, 93 when there is no such run.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,8 @@ from checkpoint.blocks import Damaged
 from checkpoint.choose import best, verify
 from checkpoint.lineage import lineage_of
 from checkpoint.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
+from recipes.command import Parser, refuse
+from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
@@ -36,7 +37,7 @@ def row(
     try:
         manifest = read_manifest(folder)
         age = f"{(time.time() - (folder / NAME).stat().st_mtime) / 3600:.1f} h"
-    except (Damaged, OSError):
+    except (Damaged, OSError, UserError):  # also one that another version wrote
         cells = [str(step), str(segment), "?", "?", "?", "damaged", "?", "?", " ".join(tags), ""]
         return cells, problems, {}
     state = manifest.state
@@ -71,19 +72,17 @@ def table(rows: list[list[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table; exit code."""
-    parser = argparse.ArgumentParser(prog="checkpoint.list", description="checkpoints of a run")
+    """Print the table; exit status."""
+    parser = Parser(prog="checkpoint.list", description="checkpoints of a run")
     parser.add_argument("run", help="run folder, or its name under runs/")
     name = parser.parse_args(arguments).run
     run = folder_with_checkpoints(name)
     if run is None:
-        print(f"{name}: no run with checkpoints here or under runs/", file=sys.stderr)
-        return 2
+        return refuse(UserError(f"RUN={name}: no run with checkpoints here or under runs/"))
     try:
         current = lineage_of(run)
     except UserError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     rows, states, problems = [], {}, []
     for step, segment, folder in all_committed(run / "checkpoints"):
         is_ours = current.holds(segment, step)
@@ -99,7 +98,7 @@ def main(arguments: list[str]) -> int:
     print(table([HEAD, *rows]))
     for problem in problems:
         print(problem)
-    return 1 if problems else 0
+    return FAILED if problems else FINISHED
 
 
 if __name__ == "__main__":

@@ -21,22 +21,22 @@ from checkpoint.choose import verify
 from checkpoint.lease import refuse_held
 from checkpoint.lineage import Line, lineage, read, run_folder
 from checkpoint.manifest import committed
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.skips import Skips
 from model.cost import num_parameters
-from recipes.command import refuse
+from recipes.command import Parser, count_of, refuse
 from recipes.compose import compose
 from recipes.exits import FINISHED
 from recipes.schema import UserError
 from runtime.run_folder import hold, refuse_busy
-from runtime.settle import length_in_steps
+from runtime.settle import attempt, length_in_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.rewind RUN --step N ...`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make rewind", description=__doc__)
+    parser = Parser(prog="make rewind", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", default="", help="checkpoint to go back to; 0 = the start")
     parser.add_argument("--skip", default="", help="ranges of data steps first:end")
@@ -62,8 +62,10 @@ def main(arguments: list[str]) -> int:
 def rewind(folder: Path, options: argparse.Namespace) -> Line:
     """Check every word, then do it. Raises UserError with all problems."""
     problems: list[str] = []
-    step = number("STEP", options.step, problems)
-    segment = number("SEGMENT", options.segment, problems) if options.segment else None
+    step = attempt(problems, lambda: count_of("STEP", options.step))
+    segment = None
+    if options.segment:
+        segment = attempt(problems, lambda: count_of("SEGMENT", options.segment))
     ranges = read_ranges(options.skip, problems)
     effect = options.effect or history.EFFECTS[0]
     if effect not in history.EFFECTS:
@@ -75,14 +77,6 @@ def rewind(folder: Path, options: argparse.Namespace) -> Line:
     return history.rewind(
         folder, step, ranges, options.why, "operator", effect=effect, segment=segment
     )
-
-
-def number(name: str, text: str, problems: list[str]) -> int | None:
-    """A count from a variable of make; what is wrong with it goes to `problems`."""
-    if text.isascii() and text.isdigit():
-        return int(text)
-    problems.append(f"{name}={text}: give a number, such as {name}=80")
-    return None
 
 
 def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
@@ -100,7 +94,7 @@ def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
 def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
     """Ranges that the run never comes to."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
     skips = Skips(history.data_with_skips(recipe.data, history.in_force(read(folder))).skip)
     last = skips.data_step(steps) + sum(end - first for first, end in ranges)

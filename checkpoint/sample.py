@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from checkpoint.export import export
 from checkpoint.manifest import folder_with_checkpoints
 from checkpoint.weights import RunWeights, find_tokenizer
+from recipes.command import Parser, refuse
+from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError
 
 
@@ -41,8 +43,16 @@ def sample(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from None
     ids = tokenizer(prompt, return_tensors="pt").input_ids
+    if ids.shape[1] == 0 and tokenizer.eos_token_id is None:
+        raise UserError(f"{folder}: its tokenizer has no end token to begin with; give a PROMPT")
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.eos_token_id]])  # what precedes a document in training
+    rows = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= rows:
+        raise UserError(
+            f"{folder}: its tokenizer gives the id {int(ids.max())}, its model has {rows} rows:"
+            " they do not belong together"
+        )
     torch.manual_seed(seed)
     choice = {"do_sample": False}
     if temperature > 0:
@@ -75,8 +85,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a sample; exit code 0, or 2 with the reason."""
-    parser = argparse.ArgumentParser(prog="checkpoint.sample", description="text from a run")
+    """Print a sample; exit status."""
+    parser = Parser(prog="checkpoint.sample", description="text from a run")
     parser.add_argument("run", help="run folder, its name under runs/, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--step", type=int, help="checkpoint of a run; default: the newest")
@@ -110,10 +120,12 @@ def main(arguments: list[str]) -> int:
             folder = Path(temporary) / "model"
             export(run, folder, step=options.step, dtype="fp32", tokenizer=tokenizer, check=False)
             print(sample(folder, options.prompt, **settings))
-    except (UserError, OSError) as error:  # a full disk under the temporary folder
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except UserError as error:
+        return refuse(error)
+    except OSError as error:  # a full disk under the temporary folder
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return FINISHED
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from checkpoint.blocks import (
@@ -107,16 +108,6 @@ def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> N
             point(f"write {what}", rank)
             _write_all(descriptor, memoryview(data))
             point(f"fsync {what}", rank)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names created or renamed in `folder` durable."""
-    with naming(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -251,15 +242,10 @@ def read(
     line for each bad file; other files are read nevertheless, so that one look names them all.
     """
     total, problems = 0, []
-    edges = [
-        0,
-        *(1 + i for i in range(len(jobs) - 1) if jobs.file[i] != jobs.file[i + 1]),
-        len(jobs),
-    ]
-    for low, high in pairwise(edges):
-        if low == high:
-            continue
-        rank = int(jobs.file[low])
+    ranks, first = np.unique(jobs.file, return_index=True)  # jobs are sorted by file
+    for rank, (low, high) in zip(
+        ranks.tolist(), pairwise([*first.tolist(), len(jobs)]), strict=True
+    ):
         path = folder / data_name(rank)
         try:
             with opened(path) as descriptor:

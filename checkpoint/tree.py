@@ -12,7 +12,6 @@ The one rule: it prints what history.jsonl and the ledger say and decides nothin
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from checkpoint.history import described, reason
 from checkpoint.lineage import MARK, Line, lineage, read, run_folder, segments
 from data.ledger import STEPS_FILE, read_ledger
-from recipes.command import refuse
+from recipes.command import Parser, refuse
 from recipes.exits import FINISHED
 from recipes.schema import UserError
 
@@ -31,7 +30,7 @@ INDENT = 2
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m checkpoint.tree RUN`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make history", description=__doc__)
+    parser = Parser(prog="make history", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     try:
         folder = run_folder(parser.parse_args(arguments).run, ROOT)

@@ -27,6 +27,7 @@ from checkpoint.comm import Alone
 from checkpoint.index import WEIGHT, Fragment
 from checkpoint.rectangles import Box
 from checkpoint.restore import open_source
+from data.tokenizer import load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from recipes.schema import UserError
@@ -46,6 +47,9 @@ FIELDS = (
 )  # fmt: skip
 # What fp32 can take over as it is; integers and fp8 are quantized, and need their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
+COMPUTED = "rotary_emb.inv_freq"  # end of a name that old folders hold; it follows from rope_theta
+SAMPLED_ROWS = 64
+MOST_NAMES = 20  # said at once, of weights that do not fit
 FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
 
 
@@ -103,12 +107,14 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
             for name in expected.keys() | weights.shapes.keys()
             if expected.get(name) != weights.shapes.get(name)
         )
+        more = len(names) - MOST_NAMES
         raise UserError(
             *(
-                f"{name}: {weights.shapes.get(name, 'nothing')} in the checkpoint,"
+                f"{name}: {weights.shapes.get(name, 'nothing')} in {weights.label},"
                 f" {expected.get(name, 'nothing')} in the decoder"
-                for name in names
-            )
+                for name in names[:MOST_NAMES]
+            ),
+            *([f"... and {more} more weights that do not fit"] if more > 0 else []),
         )
 
 
@@ -121,15 +127,25 @@ def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_tokenizer(state: dict[str, Any]) -> Path | None:
-    """The tokenizer folder that the recipe's data names: its own, or that of its first corpus."""
+    """The tokenizer folder that the recipe's data names: its own, or that of its first corpus.
+
+    Raises UserError where all that are there are others than the run was trained with.
+    """
     data = state["recipe"].get("data", {})
+    folders = [Path(one["corpus"]) / "tokenizer" for one in data.get("sources", {}).values()]
     if data.get("tokenizer"):
-        return Path(data["tokenizer"])
-    for source in data.get("sources", {}).values():
-        folder = Path(source["corpus"]) / "tokenizer"
-        if folder.is_dir():
+        folders = [Path(data["tokenizer"])]
+    there = [folder for folder in folders if folder.is_dir()]
+    known = state.get("data", {}).get("tokenizer")
+    if not there or known is None:
+        return there[0] if there else None
+    for folder in there:
+        if load_tokenizer(folder).fingerprint().startswith(known):
             return folder
-    return None
+    raise UserError(
+        f"{there[0]}: is not the tokenizer that the run was trained with (fingerprint {known}):"
+        " the corpus was built anew; put the old one back, or name it: make export TOKENIZER=..."
+    )
 
 
 class RunWeights:
@@ -147,13 +163,17 @@ class RunWeights:
             raise UserError(f"init_from={run}@{found.step}: {error}") from None
         self.label = f"{run}@{found.step}"
         self.folder, self.state = found.folder, found.manifest.state
-        self.tokenizer = find_tokenizer(self.state)
         index = self.source.index
         self.shapes = {
             name: index.shapes[number]
             for name, number in index.tensors.items()
             if WEIGHT in index.kinds(name)
         }
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Raises UserError where it is another one by now."""
+        return find_tokenizer(self.state)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Raises UserError when the checkpoint turns out damaged."""
@@ -178,7 +198,7 @@ class FolderWeights:
     def __init__(self, folder: Path):
         self.label, self.folder = str(folder), folder
         self.tokenizer = folder if (folder / "tokenizer.json").is_file() else None
-        config = _json(folder / "config.json")
+        config = {k: v for k, v in _json(folder / "config.json").items() if v is not None}
         try:
             problems = _unfit(config)
             self.model = {} if problems else _fields(config)
@@ -196,8 +216,9 @@ class FolderWeights:
             if kind not in DTYPES
         ]:
             raise UserError(*problems)
-        if self.model["tie_word_embeddings"]:  # a second copy, if there is one, is the same
-            self.shapes.pop("lm_head.weight", None)
+        if self.model["tie_word_embeddings"] and "lm_head.weight" in self.shapes:
+            self._check_copy("lm_head.weight", "model.embed_tokens.weight")
+            del self.shapes["lm_head.weight"]
 
     def _find(self, folder: Path) -> dict[str, Path]:
         """{name of a weight: file}."""
@@ -209,13 +230,29 @@ class FolderWeights:
             bad = [file for file in names.values() if not FILE_PATTERN.fullmatch(str(file))]
             if bad:
                 raise UserError(f"init_from={folder}: {index.name} names the file {bad[0]!r}")
-            return {name: folder / file for name, file in names.items()}
-        if single.is_file():
-            return dict.fromkeys(_opened(single).keys(), single)
-        raise UserError(
-            f"init_from={folder}: no model.safetensors; pickled weights (.bin, .pt) are never"
-            " opened, convert them with save_pretrained"
-        )
+            files = {name: folder / file for name, file in names.items()}
+        elif single.is_file():
+            files = dict.fromkeys(_opened(single).keys(), single)
+        else:
+            raise UserError(
+                f"init_from={folder}: no model.safetensors; pickled weights (.bin, .pt) are never"
+                " opened, convert them with save_pretrained"
+            )
+        return {name: path for name, path in files.items() if not name.endswith(COMPUTED)}
+
+    def _check_copy(self, name: str, of: str) -> None:
+        """Raise UserError where some rows of what is said to be one weight differ."""
+        rows = self.shapes[name][0]
+        step = -(-rows // SAMPLED_ROWS)
+        if self.shapes[name] != self.shapes.get(of) or any(
+            not torch.equal(self.read_rows(name, row, row + 1), self.read_rows(of, row, row + 1))
+            for row in range(0, rows, step)
+        ):
+            raise UserError(
+                f"init_from={self.label}: {name} differs from {of}, but its config.json says"
+                " tie_word_embeddings=true; set it to false there, and"
+                " model.tie_word_embeddings=false"
+            )
 
     def _slice(self, name: str) -> Any:
         path = self.files[name]

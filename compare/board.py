@@ -17,7 +17,7 @@ from typing import Any
 
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
-from runtime.event_files import SERIES, EventFiles
+from runtime.event_files import FAMILIES, SERIES, EventFiles
 from runtime.memory import MIB
 
 FOLDER, REPORT = "tensorboard", "report"
@@ -30,8 +30,7 @@ COLUMNS = {
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
 }
 # What every variant shares or repeats from others; the rest of the curves are drawn.
-LEFT_OUT = ("life", "skipped_steps", "val_loss", "save_s", "eval_s", "device_memory_gib",
-            "host_memory_gib")  # fmt: skip
+LEFT_OUT = ("life", "skipped_steps", "val_loss", "eval_s", "device_memory_gib", "host_memory_gib")
 
 
 def write(shown: Comparison, folder: Path) -> None:
@@ -67,7 +66,7 @@ def write_side(
     lines = curves(side)
     fields = {field for line in lines.values() for field in line}
     events = EventFiles(folder, life=1, after_step=0)
-    events.page(without=set(SERIES) - fields)
+    events.page(without={*SERIES, *FAMILIES} - fields)
     ranks = {run.layout["world"] for run in shown.runs}
     if len(ranks) > 1:
         values = {**values, "ranks": side.runs[0].layout["world"]}

@@ -6,8 +6,9 @@
       -> runs/RUN-profile/profile/: rank-*.trace.json.gz (Perfetto), report.md
       -> TensorBoard's text tab
 
-One rule: RUN itself is not touched. The new run has RUN's recipe and ranks and starts from step 1,
-so it takes as long as the steps before those that are asked for; it saves and evaluates nothing.
+One rule: RUN itself is not touched. The new run has RUN's recipe and ranks, leaves out what RUN's
+rewinds do, so that its batches are the same, and starts from step 1, so it takes as long as the
+steps before those that are asked for; it saves and evaluates nothing.
 
 Units: milliseconds per step of rank 0. The profiler slows small operators most: shares count.
 """
@@ -26,11 +27,13 @@ from typing import Any
 
 from compare.folder import ROOT, RUNS
 from compare.report import pipes
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
+from recipes.compose import compose
 from recipes.schema import UserError, read_ranks, read_steps
 from recipes.table import table
 from runtime.event_files import EventFiles
 from runtime.records import read_metrics
+from runtime.resuming import as_words, data_of
 
 FOLDER, OPERATORS = "profile", "operators.json"  # runtime.profiling's, which needs torch
 FAILED = 1
@@ -50,7 +53,7 @@ REST = "everything else (element by element, norms, views)"
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of the command above; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make profile", description=__doc__)
+    parser = Parser(prog="make profile", description=__doc__)
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
@@ -104,8 +107,9 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
         problems.append(f"RUN={options.run}: {source}/layout.json is not readable; give NPROC=")
     if problems:
         raise UserError(*problems)
+    skips = as_words(data_of(compose(str(source / "recipe.yaml"), ["resume=auto"]).recipe, source))
     words = [
-        f"recipe=runs/{options.run}/recipe.yaml", "eval_tokens=0", "eval_every=0",
+        f"recipe=runs/{options.run}/recipe.yaml", *skips, "eval_tokens=0", "eval_every=0",
         "checkpoint.interval=0", "checkpoint.at_end=false", f"stop_after={steps[-1]}",
         f"log.profile={options.steps}", *options.words, f"run={folder.name}",
     ]  # fmt: skip

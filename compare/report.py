@@ -27,7 +27,7 @@ PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("dat
          ("other_s", "other"))  # fmt: skip
 BUSY = 2  # load average per core; the run before leaves about 1
 # Two runs that differ in one of these do not do the same work in a step.
-WORK = ("model", "data", "batch_tokens", "seq_len", "precision")
+WORK = ("model", "data", "batch_tokens", "seq_len", "seq_len_warmup", "precision")
 
 
 @dataclass(frozen=True)

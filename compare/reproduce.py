@@ -12,7 +12,6 @@ be expected; 1: different, or it could not be trained again; 93: refused.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -30,7 +29,7 @@ from compare.legs import Leg, plan
 from compare.runner import interrupted_by_sigterm
 from compare.sources import Code, recorded_code
 from recipes.check import folder_name
-from recipes.command import refuse
+from recipes.command import Parser, refuse
 from recipes.exits import FAILED, FINISHED, REWOUND
 from recipes.schema import UserError
 from runtime import environment
@@ -46,7 +45,7 @@ class Broken(Exception):
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m compare.reproduce RUN`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make reproduce", description=__doc__)
+    parser = Parser(prog="make reproduce", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--name", default="", help="of the copy; default: RUN-again")
     options = parser.parse_args(arguments)

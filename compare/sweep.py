@@ -39,8 +39,8 @@ from compare.variants import (
     plan,
     read_count,
 )
-from data.schedule import read_schedule
-from recipes.command import add_words, refuse, words_of
+from data.schedule import schedule_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.schema import UserError, read_ranks
 from runtime.settle import settle
 
@@ -49,7 +49,7 @@ FAILED, INTERRUPTED = 1, 130
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of the two commands above; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make compare", description=__doc__)
+    parser = Parser(prog="make compare", description=__doc__)
     parser.add_argument("--name", help="folder of the report under runs/")
     parser.add_argument("--runs", help="names of runs that exist")
     parser.add_argument("--recipe", default="tiny")
@@ -116,7 +116,7 @@ def read_plan(options: argparse.Namespace) -> Plan:
     sweep = attempt(shlex.split, options.sweep)
 
     def settled(recipe):
-        return settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+        return settle(recipe, ranks, schedule_of(recipe))
 
     if problems:
         raise UserError(*problems)

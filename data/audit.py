@@ -3,21 +3,22 @@
     python -m data.audit RUN                    rebuild recorded steps, compare hashes (--every k)
     python -m data.audit RUN --step 120 [--text]   the documents in step 120
     python -m data.audit RUN --doc 17           every step that sees document 17; --doc code:17
+                                                [--text], [--tokens 100:140]: of these tokens alone
     python -m data.audit RUN --diff OTHER       where two runs begin to differ
 
 RUN is a run folder or a name under runs/. Its one rule: nothing is believed that the recorded hash
 does not confirm. Where a run was changed on the way, each step is rebuilt with the recipe that held
 then (history.jsonl).
 
-Exit status: 0 = all agrees; 1 = it does not; 2 = there is nothing to audit.
+Exit status: 0 = all agrees; 1 = it does not; 93 = there is nothing to audit.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ import numpy as np
 from checkpoint import history
 from checkpoint.lineage import lineage, run_folder, segments
 from data.ledger import batch_hash, read_ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from data.tokenizer import load_tokenizer
-from data.trace import origins, pieces_of_step, steps_of_document
+from data.trace import Piece, origins, pieces_of_step, steps_of_document
 from data.usage import use_problems
 from model.cost import num_parameters
 from recipes.check import to_recipe
+from recipes.command import Parser, refuse
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError
 from recipes.table import table
@@ -42,7 +44,8 @@ from runtime.settle import length_in_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES = 40  # of a table of steps; the rest is counted
-AGREES, DIFFERS, NOTHING = 0, 1, 2
+TOKENS_A_LINE, FEW_TOKENS = 16, 40  # of a document's text; fewer have a line each
+AGREES, DIFFERS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -88,28 +91,31 @@ class Audited:
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m data.audit`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make audit", description=__doc__)
+    parser = Parser(prog="make audit", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
     parser.add_argument("--step", type=int, help="train step to look at")
     parser.add_argument("--doc", help="document number, or SOURCE:NUMBER")
+    parser.add_argument("--tokens", metavar="A:B", help="only these tokens of the document")
     parser.add_argument("--diff", metavar="OTHER", help="another run to compare with")
     parser.add_argument("--text", action="store_true", help="print the text, too")
     parser.add_argument("--segment", type=int, help="look at this segment's lineage")
     parser.add_argument("--every", type=int, default=1, help="check every k-th recorded step")
     options = parser.parse_args(arguments)
     try:
+        if options.every < 1:
+            raise UserError(f"EVERY={options.every}: give 1 or more")
+        if options.tokens is not None and options.doc is None:
+            raise UserError(f"TOKENS={options.tokens}: are those of one document: give DOC= too")
         if options.diff is not None:
             return diff(ledger_of(options.run), ledger_of(options.diff), options.run, options.diff)
         run = open_run(run_folder(options.run, ROOT), options.segment)
         if options.step is not None:
             return show_step(run, options.step, options.text)
         if options.doc is not None:
-            return show_document(run, options.doc, options.text)
-        return check(run, max(options.every, 1))
+            return show_document(run, options.doc, options.tokens, options.text)
+        return check(run, options.every)
     except UserError as error:
-        for problem in error.problems:
-            print(f"audit: {problem}", file=sys.stderr)
-        return NOTHING
+        return refuse(error)
 
 
 def show_step(run: Audited, step: int, with_text: bool) -> int:
@@ -120,9 +126,11 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
     data_step = line["data_step"] if line else stream.skips.data_step(step)
     first, end = stream.sample_range(data_step)
     found = rebuilt(stream, data_step, line)
+    length = stream.schedule.length_at(data_step)
+    cut = f" cut to {length} tokens" if length < stream.seq_len else ""
     where = f"step {step}" + (f" in segment {line['segment']}" if line else "")
     print(
-        f"{run.name}, {where}: data step {data_step}, samples {first} to {end - 1},"
+        f"{run.name}, {where}: data step {data_step}, samples {first} to {end - 1}{cut},"
         f" batch hash {found}"
     )
     for other in run.recorded:
@@ -142,7 +150,7 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
             f"{piece.source}:{piece.document}",
             f"{piece.first} to {piece.end - 1}",
             place(names[piece.source].get(piece.document)),
-            "masked" if piece.is_masked else "",
+            shown_mask(piece),
         ]
         if with_text:
             print(table([row], ""))
@@ -154,21 +162,29 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
     return AGREES if line is None or found == line["batch_hash"] else DIFFERS
 
 
-def show_document(run: Audited, name: str, with_text: bool) -> int:
-    """Print every step that sees one document, those to come included."""
+def show_document(run: Audited, name: str, asked: str | None, with_text: bool) -> int:
+    """Print every step that sees one document, or the tokens `asked` of it, those to come
+    included.
+    """
     stream = run.eras[-1].stream
     uid, number = document_of(stream, name)
     low, high = stream.split(stream.uids.index(uid)).document_range(number)
     where = place(origins(stream.corpora[stream.uids.index(uid)], [number]).get(number))
-    print(f"{uid}:{number}: {high - low} tokens, {where or 'no record of where it came from'}")
-    if with_text:
-        ids = stream.split(stream.uids.index(uid)).read(np.array([low]), max(high - low, 1))[0]
-        print(text_of(stream, uid, ids[: high - low]))
+    first, end = (0, high - low) if asked is None else tokens_of(asked, name, high - low)
+    part = "" if asked is None else f", of them {first} to {end - 1}"
+    print(
+        f"{uid}:{number}: {high - low} tokens{part}, {where or 'no record of where it came from'}"
+    )
+    if with_text and end > first:
+        ids = stream.split(stream.uids.index(uid)).read(np.array([low + first]), end - first)[0]
+        print(numbered(stream, uid, ids, first))
     seen = [
         one
         for era in run.eras
         if uid in era.stream.uids
-        for one in steps_of_document(era.stream, uid, number, min(era.end - 1, run.steps))
+        for one in steps_of_document(
+            era.stream, uid, number, min(era.end - 1, run.steps), (first, end)
+        )
         if era.first <= (one.step or era.first) and within(era, one.data_step)
     ]
     rows = [["step", "data step", "sample", "epoch", "effect"]]
@@ -260,7 +276,7 @@ def open_run(folder: Path, segment: int | None = None) -> Audited:
     count = max(1, len(segments(lines)))
     if segment is not None and not 0 <= segment < count:
         raise UserError(f"SEGMENT={segment}: {folder.name} has the segments 0 to {count - 1}")
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
     first_recipe = at_start(lines, recipe)
     eras = {number: eras_of(lines, first_recipe, number, steps) for number in range(count)}
@@ -305,12 +321,12 @@ def eras_of(lines: list[dict], values: dict, segment: int, steps: int) -> list[E
 
 def changes_batches(key: str) -> bool:
     """Whether a knob decides what is in a step."""
-    return key in ("seq_len", "batch_tokens", "seed") or key.startswith("data.")
+    return key in ("seq_len", "seq_len_warmup", "batch_tokens", "seed") or key.startswith("data.")
 
 
 def stream_of(recipe: Recipe) -> Stream:
     """The stream of a recipe."""
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     vocabulary = recipe.model.vocab_size
     return open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
 
@@ -352,6 +368,27 @@ def place(origin: dict | None) -> str:
     return f"{origin.get('source')}" + ("" if row is None else f", row {row}")
 
 
+def shown_mask(piece: Piece) -> str:
+    """Which tokens of a piece give no loss."""
+    if piece.masked == ((piece.first, piece.end),):
+        return "masked"
+    spans = ", ".join(f"{first} to {end - 1}" for first, end in piece.masked)
+    return f"masked: {spans}" if spans else ""
+
+
+def numbered(stream: Stream, uid: str, ids: np.ndarray, first: int) -> str:
+    """Text in lines that begin with the number of their first token; of few tokens, each its own
+    line. Quoted, so that blanks and line ends are seen.
+    """
+    size = 1 if len(ids) <= FEW_TOKENS else TOKENS_A_LINE
+    width = len(str(first + len(ids)))
+    return "\n".join(
+        f"  {first + at:>{width}}  "
+        + json.dumps(text_of(stream, uid, ids[at : at + size]), ensure_ascii=False)
+        for at in range(0, len(ids), size)
+    )
+
+
 def text_of(stream: Stream, uid: str, ids: np.ndarray) -> str:
     """Token ids as text, or as numbers where the corpus has no tokenizer."""
     folder = stream.corpora[stream.uids.index(uid)].tokenizer_folder
@@ -373,6 +410,16 @@ def document_of(stream: Stream, name: str) -> tuple[str, int]:
     if not (number.isascii() and number.isdigit()) or int(number) >= count:
         raise UserError(f"DOC={name}: {uid} has the training documents 0 to {count - 1}")
     return uid, int(number)
+
+
+def tokens_of(asked: str, name: str, length: int) -> tuple[int, int]:
+    """The range of a document's tokens named FIRST:END."""
+    first, _, end = asked.partition(":")
+    if not all(one.isascii() and one.isdigit() for one in (first, end)):
+        raise UserError(f"TOKENS={asked}: expected FIRST:END, such as 100:140, the end left out")
+    if not int(first) < int(end) <= length:
+        raise UserError(f"TOKENS={asked}: document {name} has {length} tokens: 0:{length}")
+    return int(first), int(end)
 
 
 def ledger_of(name: str) -> dict[int, dict]:

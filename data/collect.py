@@ -101,6 +101,7 @@ class Collector:
                 is_update=data.is_update,
                 masked=data.num_masked,
                 quarantined=data.quarantined,
+                length=data.length if data.is_cut else None,
                 skips=self._skips,
             )
 
@@ -113,6 +114,7 @@ def view(data: StepData, skips: str | None) -> int:
         data.sample_range,
         data.num_targets,
         data.is_update,
+        data.length,
         data.quarantined,
         tuple(data.source_counts.items()),
         skips,

@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> dict:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
         found_format = manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: is not a manifest: {error!r}; restore it or build the corpus again"
         ) from None
@@ -267,6 +267,8 @@ def _checked_shard(folder: Path, entry: Mapping, manifest: Mapping) -> Shard:
         found = path.stat().st_size if path.is_file() else None
         if found != expected:
             state = "no such file" if found is None else f"{found} bytes"
+            if path.is_symlink():
+                state += f" (it is a link to {os.readlink(path)})"
             raise UserError(
                 f"{path}: expected {expected} bytes, found {state}; restore it from a copy or "
                 "build the corpus again"

@@ -2,6 +2,7 @@
 
     Megatron, GPT-NeoX, DeepSpeed   <prefix>.bin + .idx         `indexed.py` knows the type codes
     datatrove                       <name>.ds + .ds.index       uint64 end of each document
+                                    .ds.loss                    a byte per token, 0 = gives no loss
     OLMo and other flat arrays      *.npy (without header) or *.bin: documents end at the end id
 
 Its one rule: the size of a file must agree with what is said about it; no id is cast.
@@ -12,6 +13,7 @@ Units: tokens, bytes.
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,21 @@ class Foreign:
         if self.kind == "datatrove":
             return self.path.with_name(self.path.name + ".index").stat().st_size // 8
         return self.shard.num_documents
+
+    def num_without_loss(self) -> int:
+        """Tokens that a file beside this one takes out of the loss. Raises UserError where it does
+        not fit.
+        """
+        path = self.path.with_name(self.path.name + ".loss")
+        if self.kind != "datatrove" or not path.is_file():
+            return 0
+        if path.stat().st_size != self.num_tokens:
+            raise UserError(
+                f"{path}: found {path.stat().st_size} bytes, expected one for each of the"
+                f" {self.num_tokens} tokens; restore it from a copy"
+            )
+        with open(path, "rb") as file:
+            return sum(part.count(0) for part in iter(lambda: file.read(CHUNK_TOKENS), b""))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(ids, lengths of the documents in them), whole documents, about CHUNK_TOKENS a time."""
@@ -106,10 +123,13 @@ def find_foreign(text: str, eod_id: int, dtype: str | None, knob: str = "IN") ->
 
     dtype: type of flat arrays, which do not say it. Raises UserError with all problems.
     """
-    found, problems = [], []
+    found, problems, seen = [], [], {}
     for path in _paths(text, knob):
         try:
             found.append(_open(path, eod_id, dtype))
+            other = seen.setdefault(os.stat(path)[1:3], path)  # inode and device
+            if other != path:
+                problems.append(f"{path}: is the same file as {other}; name it once")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -122,11 +142,12 @@ def _paths(text: str, knob: str) -> list[Path]:
     if path.with_name(path.name + ".idx").is_file():
         return [path.with_name(path.name + ".bin")]
     if path.is_dir():
-        names = [p for p in path.iterdir() if p.suffix in (".bin", ".ds", ".npy")]
+        names = [*path.iterdir()]
     elif path.is_file():
         names = [path]
     else:
         names = [Path(name) for name in glob.glob(text, recursive=True)]
+    # An .idx without its .bin is half of a pair, which must be missed.
     names = {p.with_suffix(".bin") if p.suffix == ".idx" else p for p in names}
     names = [p for p in names if p.suffix in (".bin", ".ds", ".npy")]
     if not names:

@@ -37,8 +37,10 @@ from data.shardfile import sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
+MOST_IDS = 2**31 - 1  # what int32 holds
 NOT_READ = (
     "no token was read (QUICK=1): sizes and indices are trusted, damage in a .bin is not noticed, "
     "ids are checked as they are used"
@@ -57,6 +59,10 @@ class ImportSettings:
     dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
     valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
     valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
+    loss: str = field(
+        default="keep",
+        metadata={"meaning": "ignore: train also on what datatrove's .loss files take out"},
+    )
     split: str | None = field(
         default=None,
         metadata={"meaning": "969,30,1: of each file's documents, in order: train, valid, neither"},
@@ -85,11 +91,12 @@ def import_corpus(
     found = {"train": find_foreign(source, eod_id, settings.dtype)}
     if settings.valid_in:
         found["valid"] = find_foreign(settings.valid_in, eod_id, settings.dtype, "valid_in")
+    _check_loss([one for some in found.values() for one in some], settings, say)
     for one in (one for some in found.values() for one in some):
         for note in one.shard.notes if one.shard else ():
             say(note)
     if os.path.lexists(out):
-        raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
+        raise UserError(f"OUT={out}: is there already; name another folder")
     with writing(out), locked(out.parent / f".{out.name}.lock", say):
         work = out.parent / f".{out.name}.work"
         shutil.rmtree(work, ignore_errors=True)
@@ -148,7 +155,10 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
                         "linked": as_is,
                     }
                 )
-    _check(facts, shards, ids.vocab_size, settings, is_quick)
+    hashes = [
+        (one.path, line["split"], line["xxh3"]) for one, line in zip(every, inputs, strict=True)
+    ]
+    _check(facts, shards, hashes, ids.vocab_size, settings, is_quick)
     if settings.valid_in and not is_quick:
         _check_overlap(found)
     if is_quick:
@@ -233,6 +243,8 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         problems.append(
             f"eod_id={settings.eod_id}: the tokenizer's end token has the id {tokenizer.eod_id}"
         )
+    if settings.loss not in ("keep", "ignore"):
+        problems.append(f"loss={settings.loss}: is neither keep nor ignore")
     if settings.dtype not in (None, *TYPES):
         problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
     if sum(map(bool, (settings.valid, settings.valid_in, settings.split))) > 1:
@@ -241,10 +253,18 @@ def _ids_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tuple[
         hash_limit(settings.valid)
     except UserError as error:
         problems += error.problems
+    vocab_size, eod_id = settings.vocab_size, settings.eod_id
+    if vocab_size is None and tokenizer:
+        vocab_size = tokenizer.vocab_size
+    if eod_id is None and tokenizer:
+        eod_id = tokenizer.eod_id
+    if vocab_size is not None and not 1 <= vocab_size <= MOST_IDS:
+        problems.append(f"vocab_size={vocab_size}: is not from 1 to {MOST_IDS}")
+    elif None not in (vocab_size, eod_id) and not 0 <= eod_id < vocab_size:
+        problems.append(f"eod_id={eod_id}: is no id from 0 to {vocab_size - 1} (vocab_size - 1)")
     if problems:
         raise UserError(*problems)
-    vocab_size = settings.vocab_size or tokenizer.vocab_size
-    return vocab_size, tokenizer.eod_id if tokenizer else settings.eod_id
+    return vocab_size, eod_id
 
 
 def _split_problems(split: str | None) -> list[str]:
@@ -266,8 +286,13 @@ def _rule(settings: ImportSettings) -> str:
     return "xxh3-64 of the ids as int32 below the share of 2**64, or files of their own"
 
 
-def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> None:
-    problems = []
+def _check(facts: Facts, shards, hashes, vocab_size: int, settings, is_quick: bool) -> None:
+    """hashes: (path, split, hash or None where it was not read) of every file."""
+    problems, seen = [], {}
+    for path, split, digest in hashes:
+        other = seen.setdefault((split, digest), path)
+        if other != path and digest and path.stat().st_size:
+            problems.append(f"{path}: holds the same ids as {other}; name it once")
     if not any(shard["tokens"] for shard in shards["train"]):
         problems.append("IN: holds no tokens to train on")
     elif not is_quick and (facts.max_id >= vocab_size or facts.min_id < 0):
@@ -281,6 +306,22 @@ def _check(facts: Facts, shards, vocab_size: int, settings, is_quick: bool) -> N
         problems.append(f"{knob}: no document is held out; hold out more")
     if problems:
         raise UserError(*problems)
+
+
+def _check_loss(files: list[Foreign], settings: ImportSettings, say) -> None:
+    """A corpus holds no loss masks, so those of datatrove may not be lost in silence."""
+    without = {one.path: number for one in files if (number := one.num_without_loss())}
+    if without and settings.loss != "ignore":
+        raise UserError(
+            *(
+                f"{path}.loss: takes {number} tokens out of the loss, and a corpus cannot say that:"
+                " train on them too with OVERRIDES=loss=ignore; some can be masked in a run, with"
+                " data.skip.mask"
+                for path, number in without.items()
+            )
+        )
+    if without:
+        say(f"{sum(without.values()):,} tokens give loss although .loss files take them out")
 
 
 def _check_overlap(found: dict[str, list[Foreign]]) -> None:
@@ -311,7 +352,7 @@ def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.importing",
         description="Make a corpus of tokenized files.",
         epilog=f"knobs:\n{knob_lines(ImportSettings)}",
@@ -341,8 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.source, options.out, tokenizer, settings, say, options.quick
         )
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     for line in report_lines(options.out, manifest):
         print(line)
     return 0

@@ -4,13 +4,13 @@ tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from data.corpus import read_manifest
 from data.report import report_lines
+from recipes.command import Parser, refuse
 from recipes.schema import UserError
 
 SHOWN = ("source", "text", "filters", "duplicates", "document_order", "held_out", "made_with")
@@ -35,14 +35,13 @@ def info_lines(folder: Path) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.info", description="Describe a corpus.")
+    parser = Parser(prog="python -m data.info", description="Describe a corpus.")
     parser.add_argument("corpus", type=Path)
     options = parser.parse_args(arguments)
     try:
         lines = info_lines(options.corpus)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     print("\n".join(lines))
     return 0
 

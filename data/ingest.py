@@ -39,7 +39,7 @@ from data.corpus import MANIFEST, read_manifest
 from data.encoding import EngineDiffers, choose_engine
 from data.held_out import held_digests
 from data.indexed import token_dtype
-from data.inputs import InputFile, Unit, check_unchanged, find_inputs, plan_units
+from data.inputs import InputFile, Unit, check_unchanged, find_inputs, parts_of, plan_units
 from data.publish import Made, file_hash, summaries, write_fields
 from data.reading import check_columns, read_unit
 from data.report import report_lines
@@ -50,6 +50,7 @@ from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
 from data.workers import run_tasks
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
 # Below it one process is done before workers have started: bytes of text, of tokens.
@@ -70,12 +71,18 @@ def build_corpus(
     A build that was stopped is continued. Where OUT is already this very corpus, nothing is done.
     Raises UserError with what is wrong with the input, by file and line.
     """
+    _refuse_inside(source, out)
     files = find_inputs(source, settings.kind)
     _check_before(files, tokenizer, settings)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with locked(out.parent / f".{out.name}.lock", say):
-            return _Build(files, out, tokenizer, settings, workers, say).run()
+            made = _Build(files, out, tokenizer, settings, workers, say)
+            try:
+                return made.run()
+            except BaseException:
+                made.sweep()
+                raise
     except OSError as error:
         if error.errno == errno.ENOSPC or "No space left" in str(error):
             raise UserError(
@@ -143,6 +150,11 @@ class _Build:
         shutil.rmtree(self.work, ignore_errors=True)
         return manifest
 
+    def sweep(self) -> None:
+        """Remove the work folder of a build that ended before it finished a unit."""
+        if not any(path.suffix != ".tmp" for path in self.work.glob("units/*")):
+            shutil.rmtree(self.work, ignore_errors=True)
+
     def _already(self, key: str) -> dict:
         if (self.out / MANIFEST).is_file():
             manifest = read_manifest(self.out)
@@ -150,10 +162,11 @@ class _Build:
                 self.say(f"{self.out} is this corpus already; nothing to do")
                 shutil.rmtree(self.work, ignore_errors=True)
                 return manifest
-        raise UserError(
-            f"OUT={self.out}: is there and was not made by this command from this input; remove "
-            "it, or name another folder"
-        )
+            raise UserError(
+                f"OUT={self.out}: is a corpus already, of another input, tokenizer or knobs; name "
+                "another folder, or remove it"
+            )
+        raise UserError(f"OUT={self.out}: is there and is no corpus; name another folder")
 
     def _key(self) -> str:
         """Identity of input, tokenizer and settings, without reading the input."""
@@ -309,6 +322,15 @@ class _Build:
         return hashes
 
 
+def _refuse_inside(source: str, out: Path) -> None:
+    for part in parts_of(source):
+        if Path(part).is_dir() and out.resolve().is_relative_to(Path(part).resolve()):
+            raise UserError(
+                f"OUT={out}: lies in IN={part}, where the next build would read it; name a folder "
+                "elsewhere, or what is to be read by a glob"
+            )
+
+
 def _check_before(files, tokenizer: TextTokenizer, settings: Settings) -> None:
     """Everything that can be known to be wrong before any text is read."""
     problems = []
@@ -352,7 +374,8 @@ def _check_splits(by_file, done: list[Done], settings: Settings) -> None:
         for summary in summaries(done):
             for counts in summary["counts"]:
                 dropped.update(counts)
-        text = ", ".join(f"{n} {key}" for key, n in sorted(dropped.items()) if n) or "no rows"
+        some = {key: n for key, n in sorted(dropped.items()) if n and not key.endswith("_read")}
+        text = ", ".join(f"{n} {key}" for key, n in some.items()) or "no rows"
         raise UserError(
             f"{found}; nothing to train on ({text}): add text, loosen the filters, or hold out less"
         )
@@ -372,7 +395,7 @@ def _bad(summary: dict) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.ingest",
         description="Build a corpus from text.",
         epilog=f"knobs:\n{knob_lines(Settings)}",
@@ -406,8 +429,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, say)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130

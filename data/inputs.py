@@ -13,7 +13,6 @@ Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -32,7 +31,9 @@ KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # first bytes of a packed file
+# How packed files begin: a .zst also with a frame that is passed over, as pzstd writes it.
+PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
 UNIT_BYTES = 16 << 20
 MOST_UNITS = 8192  # beyond it units grow, so that the work folder stays small
 UNIT_FILES = 1000
@@ -89,7 +90,7 @@ def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
     kinds, one file twice, packed files that are not what their name says.
     """
     problems, found = [], []
-    for part in [text] if os.path.lexists(text) else text.split():
+    for part in parts_of(text):
         try:
             found += _expand(part, kind)
         except UserError as error:
@@ -121,6 +122,11 @@ def numeric(name: str) -> list:
 def is_dataset(folder: Path) -> bool:
     """Whether `datasets` saved this folder."""
     return (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+
+
+def parts_of(text: str) -> list[str]:
+    """The paths and globs in IN: all of it, where that is one with blanks, else its words."""
+    return [text] if os.path.lexists(text) or glob.glob(text, recursive=True) else text.split()
 
 
 def plan_units(files: list[InputFile], document: str) -> list[Unit]:
@@ -174,24 +180,23 @@ def check_unchanged(files: list[InputFile]) -> None:
 
 
 def _expand(text: str, kind: str | None) -> list[Path]:
-    path = Path(text)
-    if path.is_dir():
-        return [path] if is_dataset(path) else _walk(path, kind)
-    if os.path.lexists(path):
-        return [path]
-    found = [Path(name) for name in glob.glob(text, recursive=True)]
+    found = [text] if os.path.lexists(text) else sorted(glob.glob(text, recursive=True))
     if not found:
         raise UserError(f"IN={text}: there is no such file; name a file, a folder or a quoted glob")
-    return [path for path in found if path.is_file() or is_dataset(path)]
+    paths: list[Path] = []
+    for path in map(Path, found):  # a folder that a glob finds means what it means by its name
+        paths += _walk(path, kind) if path.is_dir() and not is_dataset(path) else [path]
+    return list(dict.fromkeys(paths))  # a folder and what lies in it: `**`
 
 
 def _walk(folder: Path, kind: str | None) -> list[Path]:
     """All files below a folder but hidden ones; anything unknown is refused."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+        splits = sorted(names, key=lambda name: name != "train")
         raise UserError(
-            f"IN={folder}: holds the splits {', '.join(splits)} of a data set; name those to be "
-            f"read: IN={folder / splits[0]}"
+            f"IN={folder}: holds the splits {', '.join(splits) or '(none)'} of a data set; name "
+            f"those to be read, such as IN={folder / (splits[0] if splits else 'train')}"
         )
     found, strange = [], []
     for at, folders, names in os.walk(folder):
@@ -231,6 +236,10 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
         return InputFile(
             name if name != "." else path.name, path, "dataset", "", *_size_and_time(path)
         )
+    if not path.is_file():
+        raise UserError(
+            f"{path}: is a pipe, a socket or a device; write its text into a file first"
+        )
     suffix, packed = _suffixes(path)
     kind = kind or KINDS.get(suffix)
     if kind is None:
@@ -244,16 +253,17 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
         size, mtime_ns = _size_and_time(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if packed and first and not first.startswith(PACKED[packed]):
+    if packed and first and not re.match(PACKED[packed], first):
         raise UserError(
             f"{path}: is named {packed} but begins with {first!r}; rename it to what it is"
         )
     if not packed and kind in ("jsonl", "text"):
         for other, magic in PACKED.items():
-            if first.startswith(magic):
+            if re.match(magic, first):
                 raise UserError(f"{path}: holds {other} data; rename it to {path.name}{other}")
-        if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(f"{path}: is UTF-16; convert it: iconv -f utf-16 -t utf-8")
+        encoding = next((name for mark, name in MARKS.items() if first.startswith(mark)), None)
+        if encoding:
+            raise UserError(f"{path}: is {encoding}; convert it: iconv -f {encoding} -t UTF-8")
     return InputFile(name, path, kind, packed, size, mtime_ns)
 
 

@@ -75,13 +75,14 @@ class Ledger:
         masked: int = 0,
         quarantined: Sequence[int] = (),
         skips: str | None = None,
+        length: int | None = None,
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
         data_step defaults to step - 1, which holds until a range of data is skipped; segment to the
         ledger's. What is not as
         usual is added: `update` false, targets that masks took, samples in quarantine, the
-        fingerprint of the skip list.
+        fingerprint of the skip list, the length that sequences were cut to.
         """
         line = {
             "step": step,
@@ -98,6 +99,7 @@ class Ledger:
             "masked": masked or None,
             "quarantined": list(quarantined) or None,
             "skips": skips,
+            "length": length,
         }
         line |= {name: value for name, value in unusual.items() if value is not None}
         # One write call per line: a kill leaves whole lines and at most one torn one, the last.
@@ -107,8 +109,13 @@ class Ledger:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def close(self) -> None:
+    def sync(self) -> None:
+        """Make all lines durable. May be called beside `append`, from another thread."""
         os.fsync(self._fd)
+
+    def close(self) -> None:
+        """The last call."""
+        self.sync()
         os.close(self._fd)
 
 

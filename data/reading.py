@@ -88,6 +88,8 @@ def check_columns(file: InputFile, settings: Settings) -> None:
     for knob, name in (("text", settings.text), ("id", settings.id)):
         if name is None:
             continue
+        if schema.names.count(name) > 1:
+            raise UserError(f"{file.path}: has more than one column {name!r}; rename all but one")
         if name not in schema.names:
             raise UserError(
                 f"{file.path}: has no column {name!r}; name one of {', '.join(schema.names)}: "
@@ -189,6 +191,11 @@ def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[
             try:
                 if len(line) > MOST_LINE_BYTES:
                     raise BadLine("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes")
+                if offset == 0 and text.lstrip().startswith(b"["):
+                    raise BadLine(
+                        "not_an_object",
+                        "begins a JSON array, expected one JSON object a line, as by: jq -c '.[]'",
+                    )
                 if text.strip():
                     line_text, record.is_replaced = _decoded(text, settings)
                     record.data, record.id = parse_line(line_text, settings)

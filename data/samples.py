@@ -16,6 +16,7 @@ import numpy as np
 from data.corpus import Corpus
 from data.ledger import sample_hashes
 from data.shards import groups
+from data.skips import FOREVER, Mask
 from data.windows import Rows
 from recipes.schema import UserError
 
@@ -60,18 +61,26 @@ class Samples:
             is_damaged[which] = self.splits[number].damaged(start[which], self.seq_len + 1)
         return is_damaged
 
-    def token_range(self, number: int, documents: tuple[int, int]) -> tuple[int, int]:
-        """Tokens [first, end) of the documents [first, end) of a source. Raises UserError where it
-        has fewer.
+    def token_range(self, number: int, mask: Mask) -> tuple[int, int]:
+        """Tokens [first, end) of a source's split that a mask names. Raises UserError where there
+        are fewer documents, or fewer tokens in the document.
         """
-        split = self.splits[number]
-        if documents[1] > split.num_documents:
+        split, (first, end) = self.splits[number], mask.documents
+        if end > split.num_documents:
             raise UserError(
-                f"data.skip.mask: documents {list(documents)} of data.sources.{self.uids[number]},"
-                f" which has {split.num_documents} to train on, numbered from 0"
+                f"data.skip.mask: documents {list(mask.documents)} of data.sources."
+                f"{self.uids[number]}, which has {split.num_documents} to train on, numbered from 0"
             )
-        first, end = split.document_range(documents[0]), split.document_range(documents[1] - 1)
-        return first[0], end[1]
+        low, high = split.document_range(first)[0], split.document_range(end - 1)[1]
+        begin, stop = mask.tokens
+        length, is_open = high - low, stop == FOREVER
+        if begin >= max(length, 1) or (stop > length and not is_open):
+            raise UserError(
+                f"data.skip.mask: tokens [{begin}, {'null' if is_open else stop}] of document"
+                f" {self.uids[number]}:{first}, which has {length}, numbered from 0: give [first,"
+                f" end] within [0, {length}]; make audit RUN= DOC= TEXT=1 prints their numbers"
+            )
+        return low + begin, high if is_open else low + stop
 
     def read(self, source, start, is_damaged=None) -> tuple[np.ndarray, np.ndarray]:
         """(tokens (n, T + 1), hashes (n,) uint64) of samples, ids checked; tokens have the type

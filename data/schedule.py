@@ -1,8 +1,11 @@
-"""The batch schedule: how many sequences step N trains on, and which. Constant or piecewise
-constant, by prefix sums.
+"""The batch schedule: how many sequences step N trains on, which, and in how long pieces. Constant
+or piecewise constant, by prefix sums.
 
 Its one rule: everything is a function of the step, so a ramp never starts over. Step N >= 1 is the
 N-th update of the weights; it uses data step d = N - 1 and the sequences [a, b) of the order.
+
+A warm-up of the sequence length (`seq_len_warmup`) moves no token: batches, micro-batches and their
+order are those of sequences of `seq_len` tokens, which are cut into equal parts for the model.
 
 Units: users give tokens per step (`batch_tokens`); here it becomes sequences of `seq_len` tokens.
 """
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.schema import UserError
+from recipes.schema import Recipe, UserError
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Schedule:
     starts: tuple[int, ...]
     sequences: tuple[int, ...]
     before: tuple[int, ...]  # sequences used before each piece
+    # (first data step, tokens that the model sees at once) of a warm-up; () = always seq_len
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def sequences_at(self, step: int) -> int:
         """Sequences of the global batch of step N >= 1."""
@@ -44,6 +49,26 @@ class Schedule:
     def tokens_after(self, step: int) -> int:
         """Tokens that the first N steps train on; 0 for N = 0."""
         return self.sequences_before(step) * self.seq_len
+
+    def length_at(self, data_step: int) -> int:
+        """Tokens that the model sees at once in a data step; it divides `seq_len`."""
+        number = bisect_right(self.lengths, (data_step, self.seq_len))
+        return self.lengths[number - 1][1] if number else self.seq_len
+
+    def cut_before(self, data_step: int) -> tuple[tuple[int, int], ...]:
+        """The pieces of the warm-up that begin before a data step; () where nothing was cut."""
+        return tuple(piece for piece in self.lengths if piece[0] < data_step)
+
+    def tokens_by_length(self, steps: int) -> dict[int, int]:
+        """Tokens of the first N steps by the length of their sequences."""
+        if not self.lengths:
+            return {self.seq_len: self.tokens_after(steps)}
+        starts = [min(start, steps) for start, _ in self.lengths]
+        ends = [*starts[1:], steps]
+        return {
+            length: self.tokens_after(end) - self.tokens_after(start)
+            for (_, length), start, end in zip(self.lengths, starts, ends, strict=True)
+        }
 
     def steps_for(self, tokens: int) -> int:
         """The fewest steps that train on at least `tokens` tokens."""
@@ -60,7 +85,8 @@ class Schedule:
 
     def fingerprint(self) -> str:
         """SHA-256 of the pieces: equal exactly when every step trains on the same sequences."""
-        text = json.dumps([self.seq_len, self.starts, self.sequences])
+        warmup = [self.lengths] if self.lengths else []
+        text = json.dumps([self.seq_len, self.starts, self.sequences, *warmup])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def end_of_piece(self, data_step: int) -> int:
@@ -78,9 +104,14 @@ class Schedule:
         return self.before[piece] + (data_step - self.starts[piece]) * self.sequences[piece]
 
 
-def read_schedule(batch_tokens: Any, seq_len: int) -> Schedule:
+def schedule_of(recipe: Recipe) -> Schedule:
+    """The schedule of a recipe."""
+    return read_schedule(recipe.batch_tokens, recipe.seq_len, recipe.seq_len_warmup or ())
+
+
+def read_schedule(batch_tokens: Any, seq_len: int, seq_len_warmup: Any = ()) -> Schedule:
     """The schedule a recipe describes: tokens per step, or a ramp [[step, tokens], ...] from data
-    step 0 on.
+    step 0 on; and a ramp of lengths that `recipes.rules` has found to be one.
 
     Raises UserError with every problem and the nearest legal values.
     """
@@ -103,8 +134,12 @@ def read_schedule(batch_tokens: Any, seq_len: int) -> Schedule:
     # Neighbours of equal size are one piece: the fingerprint is of what happens, not of how it was
     # written.
     kept = [i for i in range(len(pieces)) if i == 0 or sequences[i] != sequences[i - 1]]
+    lengths = tuple((step, length) for step, length in seq_len_warmup)
+    assert all(seq_len % length == 0 for _, length in lengths)
     return Schedule(
-        seq_len, *(tuple(column[i] for i in kept) for column in (starts, sequences, before))
+        seq_len,
+        *(tuple(column[i] for i in kept) for column in (starts, sequences, before)),
+        lengths if len(lengths) > 1 else (),
     )
 
 

@@ -1,7 +1,8 @@
 """What of the data is left out: which data step train step N uses, and what of it gives no loss.
 
     train step  1 2 3 4 5     advance = [[2, 4]]: data steps 2 and 3 are never used
-    data step   0 1 4 5 6     no_update, mask: nothing moves, a batch or a document does not train
+    data step   0 1 4 5 6     no_update, mask: nothing moves, a batch, a document or a part of one
+                              does not train
 
 Its one rule: ranges are of data steps, so they name the same batches however often a run was
 skipped, resumed or rewound; of overlapping ranges only the union counts. A range may be added to a
@@ -30,11 +31,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Mask:
-    """Training documents of one source, by number, that give no loss in some data steps."""
+    """Training documents of one source, by number, that give no loss in some data steps; of a
+    single one perhaps only some tokens, counted from its start.
+    """
 
     source: str
     documents: tuple[int, int]
     steps: tuple[int, int]
+    tokens: tuple[int, int] = (0, FOREVER)
 
 
 class Skips:
@@ -47,7 +51,8 @@ class Skips:
             Mask(
                 mask["source"],
                 tuple(mask["documents"]),
-                (mask["steps"][0], FOREVER if mask["steps"][1] is None else mask["steps"][1]),
+                closed(mask["steps"]),
+                closed(mask.get("tokens", (0, None))),
             )
             for mask in skip.mask
         )
@@ -107,19 +112,30 @@ def merged(ranges: Iterable[Iterable[int]]) -> Ranges:
     return tuple((first, end) for first, end in union)
 
 
+def closed(given: Iterable[int | None]) -> tuple[int, int]:
+    """A range with an end: FOREVER where it has none."""
+    first, end = given
+    return first, FOREVER if end is None else end
+
+
 def clipped(ranges: Ranges, end: int) -> Ranges:
     """The parts of ranges that lie before `end`."""
     return tuple((low, min(high, end)) for low, high in ranges if low < end)
 
 
 def merged_masks(masks: Iterable[Mask], data_step: int) -> list:
-    """[source, document range, merged steps] of masks before a data step: the order in which they
-    were given, and how they were split in time, do not matter.
+    """[source, document range, merged steps] of masks before a data step, and the token range where
+    it is not whole documents: the order in which they were given, and how they were split in time,
+    do not matter.
     """
-    by_documents: dict[tuple, list] = {}
+    by_place: dict[tuple, list] = {}
     for mask in masks:
-        by_documents.setdefault((mask.source, mask.documents), []).append(mask.steps)
-    found = [[*key, clipped(merged(steps), data_step)] for key, steps in by_documents.items()]
+        tokens = () if mask.tokens == (0, FOREVER) else (mask.tokens,)
+        by_place.setdefault((mask.source, mask.documents, *tokens), []).append(mask.steps)
+    found = [
+        [source, documents, clipped(merged(steps), data_step), *tokens]
+        for (source, documents, *tokens), steps in by_place.items()
+    ]
     return sorted(entry for entry in found if entry[2])
 
 

@@ -17,6 +17,7 @@ from data.build import ensure
 from data.corpus import Corpus, open_corpus
 from data.mixture import shares_of
 from data.shards import Split
+from data.skips import Skips, merged
 from data.tokenizer import load_tokenizer
 from recipes.schema import Data, UserError
 
@@ -100,6 +101,17 @@ def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
     if problems:
         raise UserError(*problems)
     return warnings
+
+
+def check_updates(skips: Skips, steps: int) -> None:
+    """Raises UserError where none of the run's steps would train."""
+    first, last = skips.data_step(1), skips.data_step(steps)
+    left_out = merged([*skips.advance, *skips.no_update])
+    if any(low <= first and last < high for low, high in left_out):
+        raise UserError(
+            f"data.skip.no_update covers all {steps} steps: nothing would be trained; shorten it,"
+            " or train more steps"
+        )
 
 
 def twins(corpora: Mapping[str, Corpus]) -> list[str]:

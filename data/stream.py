@@ -33,7 +33,7 @@ from data.samples import Samples
 from data.schedule import Schedule
 from data.shards import Split
 from data.skips import Mask, Skips, digest
-from data.sources import SourceUse, check_epochs, num_windows, open_sources, twins
+from data.sources import SourceUse, check_epochs, check_updates, num_windows, open_sources, twins
 from data.windows import Batch, Rows, cuts, make_batches, num_targets
 from recipes.schema import Data, UserError
 
@@ -55,10 +55,17 @@ class StepData:
     micro_batches: list[Batch]  # of this rank
     num_tokens: int  # of the global batch
     num_targets: int  # labels that count in the global batch
+    length: int  # tokens that the model sees at once: less than seq_len while it is warmed up
     source_counts: dict[str, int]  # samples of each source in the global batch
     is_update: bool = True  # False: the step counts, the weights stay
     num_masked: int = 0  # targets of the global batch that a mask took away
     quarantined: tuple[int, ...] = ()  # samples of the run that touch a damaged block
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model sees less than a whole sequence at once."""
+        first, end = self.sample_range
+        return self.length * (end - first) < self.num_tokens
 
 
 class _Located(NamedTuple):
@@ -147,15 +154,17 @@ class Stream:
         data_step = self.skips.data_step(step)
         part = self._part(step, data_step, data_rank, data_size, micro_batch)
         first, end = part.sample_range
+        length = self.schedule.length_at(data_step)
         return StepData(
             step=step,
             data_step=data_step,
             sample_range=part.sample_range,
             micro_batches=make_batches(
-                part.rows, micro_batch, self.data.attend, is_masked=part.is_masked
+                part.rows, micro_batch, self.data.attend, is_masked=part.is_masked, length=length
             ),
             num_tokens=(end - first) * self.seq_len,
             num_targets=part.num_targets,
+            length=length,
             source_counts=dict(zip(self.uids, part.source_counts, strict=True)),
             is_update=part.num_targets > 0 and self.skips.is_update(data_step),
             num_masked=part.num_masked,
@@ -231,6 +240,7 @@ class Stream:
         ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
         if len(ids) > MOST_NAMED:
             ids = {f"all {len(ids)}": digest(ids)}
+        made_with = (corpus.tokenizer_fingerprint for corpus in self.corpora)
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -240,6 +250,7 @@ class Stream:
             "skips": self.skips.fingerprint(),
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
+            "tokenizer": next((one[:16] for one in made_with if one), None),
         } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:
@@ -248,13 +259,13 @@ class Stream:
         """
         data_step = self.skips.data_step(step) + 1 if step else 0
         windows = -(-self.schedule.sequences_before(data_step) // self._parts)
-        skipped = self.skips.past(data_step)
+        skipped, cut = self.skips.past(data_step), self.schedule.cut_before(data_step)
         return {
             "data_step": data_step,
             "tokens": self.tokens_after(step),
             "mixture": digest(self.mixture.past(windows)),
             "skips": None if skipped is None else digest(skipped),
-        }
+        } | ({"lengths": [list(piece) for piece in cut]} if cut else {})
 
     def tokens_after(self, step: int) -> int:
         """Tokens in the batches that train steps 1 to N used; those left out do not count."""
@@ -299,11 +310,12 @@ class Stream:
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
 
-        Raises UserError where a source exceeds its max_epochs, or where there is nothing to
-        evaluate on.
+        Raises UserError where a source exceeds its max_epochs, where no step would train, or where
+        there is nothing to evaluate on.
         """
         if eval_tokens:
             self._evaluation_set(eval_tokens)
+        check_updates(self.skips, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
         notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
         return notes + check_epochs(self.usage(steps), steps)
@@ -417,7 +429,7 @@ class Stream:
                 "is 0; remove the entry"
             )
         number = self.uids.index(mask.source)
-        return number, *self._train.token_range(number, mask.documents)
+        return number, *self._train.token_range(number, mask)
 
     def _is_masked_in(self, first: int, end: int) -> bool:
         """Whether a mask holds in some data step of [first, end)."""

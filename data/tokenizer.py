@@ -59,10 +59,11 @@ class TextTokenizer:
         parsed = json.loads(definition)
         unknown = parsed["model"].get("unk_token")
         self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else None
-        # Ids that no text may have; the unknown token is what some text has.
+        # Ids that no text may have; the unknown token is what some text has, if it ends nothing.
         self.special_ids = {i for i, t in added.items() if t.special} | {self.eod_id}
-        self.special_ids -= {self.unk_id}
+        self.special_ids -= {self.unk_id} - {self.eod_id}
         self.normalizer = parsed.get("normalizer")
+        self.encode([PROBE])  # raises where some text has no ids, not even an unknown token's
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int64 (n,), without any token added."""

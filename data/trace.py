@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.corpus import Corpus
+from data.skips import FOREVER, Ranges, clipped, merged
 from data.stream import Stream
 
 SIDE_FILE = ".docs.parquet"
@@ -34,7 +35,7 @@ class Piece:
     first: int  # token of the document that the part begins with
     end: int
     column: int  # of the sample's row
-    is_masked: bool
+    masked: Ranges  # its tokens that give no loss, counted like `first`
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Sighting:
     data_step: int
     sample: int
     epoch: int
-    effect: str  # trained, masked, no update or left out
+    effect: str  # trained, masked, masked in part, no update or left out
 
 
 def pieces_of_step(stream: Stream, data_step: int) -> list[Piece]:
@@ -61,21 +62,23 @@ def pieces_of_step(stream: Stream, data_step: int) -> list[Piece]:
         while at < stop:
             document = split.document_at(at)
             low, high = split.document_range(document)
-            masked = is_masked(stream, uid, document, data_step)
-            pieces.append(
-                Piece(sample, uid, document, at - low, min(high, stop) - low, at - token, masked)
-            )
+            mine = at - low, min(high, stop) - low
+            masked = masked_tokens(stream, uid, document, data_step, mine)
+            pieces.append(Piece(sample, uid, document, *mine, at - token, masked))
             at = high
     return pieces
 
 
-def steps_of_document(stream: Stream, uid: str, document: int, steps: int) -> list[Sighting]:
+def steps_of_document(
+    stream: Stream, uid: str, document: int, steps: int, tokens: tuple[int, int] = (0, FOREVER)
+) -> list[Sighting]:
     """Every sample of train steps 1 to `steps` (and of what is left out between them) that holds a
-    token of the document, as input or as target, in order.
+    token of the document, or of these tokens of it, as input or as target, in order.
     """
     number, seq_len = stream.uids.index(uid), stream.seq_len
     parts = stream.window_tokens // seq_len
-    low, high = stream.split(number).document_range(document)
+    begin, end = stream.split(number).document_range(document)
+    low, high = begin + tokens[0], min(end, begin + tokens[1])
     num_windows = int(stream.order.num_windows[number])
     last = stream.sample_range(stream.skips.data_step(steps))[1]
     draws = int(stream.mixture.draws_before(-(-last // parts))[number])
@@ -96,34 +99,46 @@ def steps_of_document(stream: Stream, uid: str, document: int, steps: int) -> li
     sample = window * parts + k % parts
     is_seen = (window >= 0) & (sample < last)
     order = np.argsort(sample[is_seen])
-    sample, epoch = sample[is_seen][order], epoch[is_seen][order]
+    sample, epoch, k = (column[is_seen][order] for column in (sample, epoch, k))
     data_step = stream.schedule.data_steps_of(sample)
     step = stream.skips.steps_of(data_step)
+    start = shift[epoch] + k * seq_len
+    first, end = np.maximum(start, low) - begin, np.minimum(start + seq_len + 1, high) - begin
     return [
-        Sighting(*numbers, effect(stream, uid, document, *numbers[:2]))
-        for numbers in zip(
-            *(column.tolist() for column in (step, data_step, sample, epoch)), strict=True
+        Sighting(*numbers, effect(stream, uid, document, *numbers[:2], tuple(mine)))
+        for *numbers, mine in zip(
+            *(column.tolist() for column in (step, data_step, sample, epoch)),
+            np.stack([first, end], axis=1).tolist(),
+            strict=True,
         )
     ]
 
 
-def effect(stream: Stream, uid: str, document: int, step: int, data_step: int) -> str:
-    """What a data step does, or would do, with a document in it."""
+def effect(
+    stream: Stream, uid: str, document: int, step: int, data_step: int, tokens: tuple[int, int]
+) -> str:
+    """What a data step does, or would do, with these tokens of a document."""
     if not step:
         return "left out"
     if not stream.skips.is_update(data_step):
         return "no update"
-    return "masked" if is_masked(stream, uid, document, data_step) else "trained"
+    masked = masked_tokens(stream, uid, document, data_step, tokens)
+    return "trained" if not masked else "masked" if masked == (tokens,) else "masked in part"
 
 
-def is_masked(stream: Stream, uid: str, document: int, data_step: int) -> bool:
-    """Whether the document gives no loss in a data step."""
-    return any(
-        mask.source == uid
+def masked_tokens(
+    stream: Stream, uid: str, document: int, data_step: int, tokens: tuple[int, int]
+) -> Ranges:
+    """Which of these tokens [first, end) of a document give no loss in a data step."""
+    masked = merged(
+        mask.tokens
+        for mask in stream.skips.masks
+        if mask.source == uid
         and mask.documents[0] <= document < mask.documents[1]
         and mask.steps[0] <= data_step < mask.steps[1]
-        for mask in stream.skips.masks
     )
+    first, end = tokens
+    return tuple((max(low, first), high) for low, high in clipped(masked, end) if high > first)
 
 
 def origins(corpus: Corpus, documents: Iterable[int]) -> dict[int, dict]:

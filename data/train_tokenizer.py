@@ -7,7 +7,6 @@ share of the documents, by hash, and says so.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -24,6 +23,7 @@ from data.settings import Settings, read_settings
 from data.tokenizer import TextTokenizer, train_bpe
 from data.workers import progress_bar
 from data.writer import hash_limit
+from recipes.command import Parser, refuse
 from recipes.schema import UserError, split_words
 
 MOST_BYTES = 1 << 30  # of input: words are counted in memory
@@ -89,9 +89,7 @@ def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenize
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.train_tokenizer", description="Train a tokenizer on text."
-    )
+    parser = Parser(prog="python -m data.train_tokenizer", description="Train a tokenizer on text.")
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
     parser.add_argument("--vocab", type=int, required=True, help="number of tokens")
     parser.add_argument("--out", type=Path, help="folder, default corpora/tokenizer-VOCAB")
@@ -112,8 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
             tokenizer = train(options.source, options.vocab, settings, say)
             tokenizer.save(out)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse(error)
     print(f"{out}  {tokenizer.vocab_size} tokens  {tokenizer.fingerprint()[:16]}")
     return 0
 

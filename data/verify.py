@@ -7,7 +7,6 @@ stale manifest, ids beyond the vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,11 +19,13 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data.blocks import BLOCK_BYTES, read_exactly, side_file_bytes
-from data.corpus import open_corpus
+from data.corpus import MANIFEST, open_corpus
 from data.provenance import SUFFIX
 from data.publish import INPUTS, file_hash
 from data.tokenizer import load_tokenizer
 from data.workers import run_tasks
+from recipes.command import Parser, refuse
+from recipes.exits import FAILED
 from recipes.schema import UserError
 
 MOST_SHOWN = 20
@@ -148,9 +149,7 @@ def _num_rows(path: Path) -> int | str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.verify", description="Read every byte of a corpus."
-    )
+    parser = Parser(prog="python -m data.verify", description="Read every byte of a corpus.")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args(arguments)
@@ -160,8 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"WORKERS={options.workers}: is not 1 or more")
         manifest = verify_corpus(options.corpus, options.workers)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+        if options.workers < 1 or not (options.corpus / MANIFEST).is_file():
+            return refuse(error)
+        print(error, file=sys.stderr)  # it is damaged
+        return FAILED
     shards = [entry for entries in manifest["splits"].values() for entry in entries]
     size, seconds = sum(s["bin_bytes"] for s in shards), time.monotonic() - start
     unread = sum(shard["xxh_xxh3"] is None for shard in shards)

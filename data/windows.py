@@ -9,7 +9,8 @@ Its one rule: boundaries come from the index, never from looking for the end id;
 confirm them. With attend="across" a row is one segment and every label counts. Everything is
 vectorised; no loop over tokens.
 
-Shapes: B rows, T = seq_len.
+Shapes: B rows, T = seq_len. While the sequence length is warmed up, a batch has more and shorter
+rows, whose tokens and labels in order are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Batch:
         np.ndarray
     )  # int32, ends of the documents in the flattened rows; 0 first, B * T repeated at the end
     max_seqlen: int  # no document in the batch is longer: a power of two, or T
-    sample_hashes: np.ndarray  # (B,) uint64, xxh3-64 of each window's ids; 0 for a padding row
+    # (B,) uint64, xxh3-64 of each window's ids, uncut; 0 for a padding row
+    sample_hashes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,16 @@ def make_batches(
     attend: str,
     is_padding: np.ndarray | None = None,
     is_masked: np.ndarray | None = None,
+    length: int | None = None,
 ) -> list[Batch]:
     """Cut rows into micro-batches of `micro_batch` rows each, in order; is_padding (B,) marks rows
-    without targets, is_masked (B, T + 1) tokens that are no target.
+    without targets, is_masked (B, T + 1) tokens that are no target. The model sees `length` tokens
+    at once, which divides T (default): then each row becomes T / length of them.
     """
     num_rows, seq_len = len(rows.tokens), rows.seq_len
+    length = length or seq_len
     assert num_rows % micro_batch == 0
+    assert seq_len % length == 0
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
     flat = NO_CUTS
@@ -96,13 +102,18 @@ def make_batches(
         labels[is_padding] = IGNORED
     if is_masked is not None:
         labels[is_masked[:, 1:]] = IGNORED
-    segment_ids = segments(flat, num_rows, seq_len)
+    if length < seq_len:
+        # The last target of a part is the first input of the next, as between windows.
+        input_ids, labels = input_ids.reshape(-1, length), labels.reshape(-1, length)
+        flat = flat[flat % length > 0]  # a part begins there anyway
+    size = micro_batch * seq_len // length  # rows of a micro-batch
+    segment_ids = segments(flat, len(labels), length)
     first = flat.searchsorted(np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
     batches = []
-    for number, low in enumerate(range(0, num_rows, micro_batch)):
-        mine = slice(low, low + micro_batch)
-        inner = flat[first[number] : first[number + 1]] - low * seq_len
-        cu_seqlens, max_seqlen = cumulative_lengths(inner, micro_batch, seq_len)
+    for number in range(num_rows // micro_batch):
+        mine = slice(number * size, (number + 1) * size)
+        inner = flat[first[number] : first[number + 1]] - number * micro_batch * seq_len
+        cu_seqlens, max_seqlen = cumulative_lengths(inner, size, length)
         batches.append(
             Batch(
                 input_ids[mine],
@@ -110,7 +121,7 @@ def make_batches(
                 segment_ids[mine],
                 cu_seqlens,
                 max_seqlen,
-                rows.hashes[mine],
+                rows.hashes[number * micro_batch : (number + 1) * micro_batch],
             )
         )
     return batches

@@ -140,9 +140,7 @@ def split_by_hash(valid_fraction: float) -> Callable[[str], str]:
 def hash_limit(valid_fraction: float) -> int:
     """A document is held out when the xxh3-64 of its text is below this number."""
     if not 0 <= valid_fraction < 1:
-        raise UserError(
-            f"valid_fraction={valid_fraction} is not a share in [0, 1) of the documents"
-        )
+        raise UserError(f"valid={valid_fraction}: is not a share in [0, 1) of the documents")
     return math.ceil(valid_fraction * 2.0**64)
 
 

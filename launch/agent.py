@@ -33,6 +33,7 @@ from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
 from recipes.schema import UserError, Watch
+from runtime.cores import usable
 
 ROOT = Path(__file__).resolve().parent.parent
 # The launcher says something every other second (launch.cluster), and so does an agent with ranks.
@@ -43,6 +44,7 @@ PULSE_S = 2.0
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
 # Other launchers' words for the same things would contradict ours.
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class Voice:
@@ -50,6 +52,8 @@ class Voice:
 
     def __init__(self, node: int):
         self._node, self._guard = node, threading.Lock()
+        # What a login prints without an end of line would swallow the first message.
+        sys.stdout.write("\n")
 
     def say(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
@@ -173,7 +177,7 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         signal.signal(number, lambda number, _: ranks.stop(number))
     if lifeline.has_pulse:
         lifeline.silence_s = SILENT_SHARE * order["lost_s"]
-        threading.Thread(target=pulse, args=(voice,), daemon=True).start()
+    threading.Thread(target=pulse, args=(voice,), daemon=True).start()
     voice.say("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
 
@@ -206,11 +210,11 @@ def environments(
     # cores from those that work: 350 against 1,900 tokens/s of `tiny`, two threads, load 4.
     base.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ranks share the cores.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    base.setdefault("OMP_NUM_THREADS", str(max(1, cores // per_node)))
+    base.setdefault("OMP_NUM_THREADS", str(max(1, usable() // per_node)))
     base["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))])
     )
+    base.setdefault("PYTHONUTF8", "1")  # as make sets it
     # Compilers and ninja of the environment that runs, which a login without activation lacks.
     beside = str(Path(sys.executable).parent)
     base["PATH"] = os.pathsep.join(
@@ -220,11 +224,27 @@ def environments(
         base.setdefault("GLOO_SOCKET_IFNAME", interface)
         base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=` is an exact name to NCCL
     if devices is not None:
-        base["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        base[DEVICES] = ",".join(among(devices, base.get(DEVICES)))
     return [
         base | rank_variables(node, nodes, per_node, local, address, port)
         for local in range(per_node)
     ]
+
+
+def among(slots: list[int], shown: str | None) -> list[str]:
+    """The GPUs at `slots` of those that a host shows (CUDA_VISIBLE_DEVICES, as a batch system sets
+    it; None = all). Raises UserError."""
+    if shown is None:
+        return [str(slot) for slot in slots]
+    if shown in ("", "-1"):  # none is to be used
+        return [shown]
+    names = [name.strip() for name in shown.split(",")]
+    if slots[-1] >= len(names):
+        raise UserError(
+            f"slot {slots[-1]} (INCLUDE, EXCLUDE) is none of the {len(names)} GPUs that"
+            f" {DEVICES}={shown} shows on {socket.gethostname()}; slots count from 0 among those"
+        )
+    return [names[slot] for slot in slots]
 
 
 ORDERS = {"facts": do_facts, "reach": do_reach, "ranks": do_ranks}

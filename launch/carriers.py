@@ -24,7 +24,7 @@ from typing import Any
 
 from launch import network
 from launch.environment import looks_secret
-from launch.hostfile import Host, is_host_name
+from launch.hostfile import Host, is_host_name, plain
 from recipes.schema import UserError
 
 WAYS = ("ssh", "pdsh", "srun")
@@ -57,7 +57,7 @@ def carriers(
         assert is_host_name(host.name), host.name  # whoever read the names has refused others
     if via == "ssh":
         return [
-            _here(node, root) if is_here(host.name) else _ssh(node, host.name, root, ssh)
+            _here(node) if is_here(host.name) else _ssh(node, host.name, root, ssh)
             for node, host in enumerate(hosts)
         ]
     if via == "pdsh":
@@ -69,17 +69,17 @@ def carriers(
 
 def is_here(name: str) -> bool:
     """Whether a host name or address means this very machine."""
-    own = {
-        "localhost",
-        "127.0.0.1",
-        "::1",
-        socket.gethostname(),
-        socket.gethostname().split(".")[0],
-    }
-    return name in own or network.interface_of(name) is not None
+    name, own = plain(name), plain(socket.gethostname())
+    short, domain = own.partition(".")[::2]
+    if name in ("localhost", own, short):
+        return True
+    # With a domain the same first label may be another machine's: its address decides.
+    is_kin = name.partition(".")[0] == short and not domain
+    addresses = network.addresses_of(name) if is_kin else [name]
+    return any(network.is_own(address) for address in addresses)
 
 
-def _here(node: int, root: Path) -> Carrier:
+def _here(node: int) -> Carrier:
     return Carrier((node,), (sys.executable, "-m", "launch.agent", "--node", str(node)))
 
 

@@ -29,6 +29,7 @@ from recipes.schema import UserError
 PULSE_S = 2.0
 # After the last word of an agent its connection should close; then it is cut.
 CLOSING_S = 10.0
+SSH_FAILED = 255  # ssh's own status; others come from what it started
 Message = dict[str, Any]
 
 
@@ -83,6 +84,7 @@ class Work:
         self._hosts = cluster.hosts
         self._grace_s = (order.get("limits") or {}).get("grace_s", GRACE_S)
         self._queue: queue.Queue[Message] = queue.Queue()
+        self._spoke: set[int] = set()  # hosts whose agent has come to life
         self._open = set(range(len(self._hosts)))  # hosts that have not said their last word
         self._processes: list[tuple[Carrier, subprocess.Popen]] = []
         self._guard = threading.RLock()  # a signal handler may come in between
@@ -116,6 +118,8 @@ class Work:
                 )
                 if overdue:
                     self.kill()
+            if message and message["say"] not in ("closed", "text"):
+                self._spoke.add(message["node"])
             if message and message["say"] != "closed":
                 node, is_pulse = message["node"], message["say"] == "pulse"
                 if is_pulse or node in self._heard:
@@ -215,6 +219,8 @@ class Work:
                 said = "; ".join(closed["last"][-3:])
                 why = f"the connection ended with status {closed['status']}"
                 why += f": {said}" if said else ""
+                if node not in self._spoke and closed["status"] not in (0, SSH_FAILED):
+                    why += "; every host needs the project and its interpreter under the same path"
                 yield {"node": node, "say": "lost", "why": why, "at": time.time()}
 
     def _tell(self, message: Message) -> None:

@@ -10,7 +10,6 @@ links are measured by a process that runs as a rank does (runtime.links). Exit s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from launch.judge import Need, cards_of
 from launch.link_speeds import slow_links
 from launch.place import ROOT, add_place, read_place
 from launch.preflight import Inspection, Plan, preflight, wanted_port
+from recipes.command import Parser
 from recipes.exits import DO_NOT_RETRY
 from recipes.output import make_lossy
 from recipes.schema import UserError, read_ranks
@@ -34,7 +34,7 @@ LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
 
 def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.doctor`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m launch.doctor", description=__doc__)
+    parser = Parser(prog="python -m launch.doctor", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on each host")
     add_place(parser)
     options = parser.parse_args(arguments)

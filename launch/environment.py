@@ -50,6 +50,16 @@ def passed(environ: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, s
     return chosen
 
 
+def left_here(environ: Mapping[str, str], named: Iterable[str]) -> list[str]:
+    """A line for each variable that was set in vain for ranks on other hosts."""
+    return [
+        f"{name}={environ[name]} does not go along: hosts name their devices themselves;"
+        f" INCLUDE=host:0,1 chooses, PASS={name} gives it to every host"
+        for name in NEVER
+        if environ.get(name) and name not in named
+    ]
+
+
 def watched(environ: Mapping[str, str]) -> dict[str, str]:
     """What a host will really use of the variables that steer the libraries, for comparison.
 

@@ -70,6 +70,8 @@ def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, 
         "port": port(ask.get("port")),
         "gpus": gpus(),
     }
+    has_gpus = bool(facts["gpus"].get("cards"))
+    facts["missing_interfaces"] = network.missing_interfaces(environ, has_gpus)
     facts["locks"] = remove_stale_locks(environ)
     if ask.get("is_full"):
         facts["compilers"] = {name: shutil.which(name) for name in ("c++", "ninja", "nvcc")}

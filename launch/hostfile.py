@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.judge import names
 from recipes.schema import UserError
 
 # Letters, digits and inner hyphens between dots (RFC 1123), and the underscore that some sites use.
@@ -49,6 +50,11 @@ def is_host_name(text: str) -> bool:
         )
 
 
+def plain(name: str) -> str:
+    """A name as DNS compares it: without regard to case, or to the dot that may end it."""
+    return name.rstrip(".").lower()
+
+
 def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
     """The hosts of a file, in its order, after `include` or `exclude`. Raises UserError."""
     try:
@@ -73,13 +79,16 @@ def parse(text: str, where: str) -> list[Host]:
         name, *rest = content.split()
         slots = re.fullmatch(r"slots\s*=\s*(\d{1,9})( spare)?", " ".join(rest), re.ASCII)
         if not is_host_name(name):
-            problems.append(f"{shown}: {name[:80]!r} is not a host name or an IP address")
+            problems.append(
+                f"{shown}: {name[:80]!r} is not a host name or an IP address; user, port and key"
+                " belong into SSH= or ~/.ssh/config"
+            )
         elif not slots or not 1 <= int(slots.group(1)) <= MOST_SLOTS:
             problems.append(f"{shown} is not NAME slots=N with N from 1 to {MOST_SLOTS}")
-        elif name.lower() in first_line:
-            problems.append(f"{shown}: {name} is in line {first_line[name.lower()]} already")
+        elif plain(name) in first_line:
+            problems.append(f"{shown}: {name} is in line {first_line[plain(name)]} already")
         else:
-            first_line[name.lower()] = number
+            first_line[plain(name)] = number
             hosts.append(Host(name, int(slots.group(1)), is_spare=bool(slots.group(2))))
     if not hosts and not problems:
         problems.append(f"{where} names no host; one line per host: NAME slots=N")
@@ -109,7 +118,10 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         elif slots:
             chosen.append(replace(host, slots=len(slots), devices=tuple(sorted(slots))))
     if not chosen:
-        raise UserError(f"INCLUDE={include} EXCLUDE={exclude} leave no host of the hostfile")
+        which = f"INCLUDE={include}" if include else f"EXCLUDE={exclude}"
+        raise UserError(
+            f"{which} leaves none of the hosts ({names([host.name for host in hosts])})"
+        )
     return chosen
 
 
@@ -152,35 +164,39 @@ def ranks_per_host(hosts: Sequence[Host], nproc: int | None) -> int:
 def expand(nodes: str) -> list[str]:
     """SLURM's list of nodes as single names: `gpu[01-04,9]-ib,login` -> gpu01-ib ... Raises
     UserError."""
-    names: list[str] = []
+    found: list[str] = []
     for part in _split_outside_brackets(nodes.strip()):
-        names += _expand_one(part, nodes)
-        if len(names) > MOST_HOSTS:
+        found += _expand_one(part, nodes)
+        if len(found) > MOST_HOSTS:
             raise UserError(f"node list {nodes[:80]!r} names more than {MOST_HOSTS} hosts")
-    for name in names:
+    for name in found:
         if not is_host_name(name):
             raise UserError(f"node list {nodes[:80]!r}: {name[:80]!r} is not a host name")
-    if not names:
+    if not found:
         raise UserError("the node list is empty")
-    return names
+    return found
 
 
 def _filter(variable: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]]:
-    """Slots by name of an include or exclude list."""
-    slots_of = {host.name: host.slots for host in hosts}
+    """Slots by name of an include or exclude list. Raises UserError."""
+    known = {plain(host.name): host for host in hosts}
     found: dict[str, set[int]] = {}
-    for part in filter(None, text.split("@")):
-        name, colon, numbers = part.strip().partition(":")
-        if name not in slots_of:
-            raise UserError(f"{variable}={text}: {name!r} is not one of the hosts")
-        if colon and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers, re.ASCII):
+    for part in filter(None, map(str.strip, text.split("@"))):
+        host, numbers = known.get(plain(part)), None
+        if host is None and ":" in part:  # an IPv6 address has colons of its own
+            name, _, numbers = part.rpartition(":")
+            host = known.get(plain(name))
+        if host is None:
+            known_names = names([host.name for host in hosts])
+            raise UserError(f"{variable}={text}: {part!r} is not one of the hosts ({known_names})")
+        if numbers is not None and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers, re.ASCII):
             raise UserError(f"{variable}={text}: {part!r} is not NAME or NAME:SLOT,SLOT")
-        slots = set(map(int, numbers.split(","))) if colon else set(range(slots_of[name]))
-        if max(slots) >= slots_of[name]:
+        slots = set(range(host.slots)) if numbers is None else set(map(int, numbers.split(",")))
+        if max(slots) >= host.slots:
             raise UserError(
-                f"{variable}={text}: {name} has slots 0 to {slots_of[name] - 1}, not {max(slots)}"
+                f"{variable}={text}: {host.name} has slots 0 to {host.slots - 1}, not {max(slots)}"
             )
-        found.setdefault(name, set()).update(slots)
+        found.setdefault(host.name, set()).update(slots)
     return found
 
 

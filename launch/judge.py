@@ -59,6 +59,11 @@ def judge(facts: Mapping[str, Facts], skews_s: Mapping[str, float], need: Need) 
     found.problems += folders(facts)
     found.problems += space(facts, need)
     found.problems += ports(first, facts[first])
+    found.problems += [
+        f"{host}: {line}; unset it to have one found"
+        for host, f in facts.items()
+        for line in f["missing_interfaces"]
+    ]
     if need.device != "cpu":
         gpus(facts, need, found)
     found.warnings += slow_disks(facts)
@@ -239,6 +244,21 @@ def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
         }
         if kinds:
             found.problems += odd_ones(f"GPU {key}", kinds)
+
+
+def ailing(cards: Sequence[Facts], ranks: int, environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with the cards that ranks of one machine use, each of them the next one that
+    CUDA_VISIBLE_DEVICES shows; where that names no numbers, any card may be one of them."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    order = [str(card["index"]) for card in cards] if visible is None else visible.split(",")
+    used = [number.strip() for number in order if number.strip()][:ranks]
+    is_known = all(number.lstrip("-").isdecimal() for number in used)  # -1 hides all
+    return [
+        f"GPU {card['index']}: {text}; {action}, or leave it out (CUDA_VISIBLE_DEVICES=)"
+        for card in cards
+        if not is_known or str(card["index"]) in used
+        for _, action, text in card["ailments"]
+    ]
 
 
 def cards_of(facts: Facts) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import json
 import os
 import signal
 import socket
@@ -23,15 +24,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.schedule import read_schedule
+if __name__ == "__main__":  # what follows takes a second to import
+    from runtime import requests
+
+    requests.REQUESTS.listen(is_importing=True)
+
+from data.schedule import schedule_of
 from data.stream import open_stream
-from launch import bundle, network, start
+from launch import network, start
 from launch.budget import Budget, Life
-from launch.environment import passed
-from launch.facts import gather, remove_stale_locks
+from launch.environment import left_here, passed, watched
+from launch.facts import gather, gpus, remove_stale_locks
 from launch.fleet import Fleet
 from launch.hostfile import MOST_SLOTS, ranks_per_host
-from launch.judge import Need
+from launch.judge import Need, ailing
 from launch.place import Place, add_place, read_place
 from launch.preflight import Inspection, wanted_port
 from launch.screen import Screen
@@ -39,15 +45,17 @@ from launch.slurm import requeued
 from launch.spares import SpareWatch
 from launch.start import Asked, Lived
 from launch.supervise import Start, supervise
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
 from runtime.book import Book
+from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.mirror import require_wandb
-from runtime.requests import REQUESTS, AskedEarly, forget
+from runtime.requests import EARLY, REQUESTS, AskedEarly, forget
 from runtime.resuming import data_of, standing
 from runtime.run_folder import refuse_busy
 from runtime.settle import settle
@@ -77,17 +85,22 @@ def main(arguments: list[str]) -> int:
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
+    except PermissionError as error:
+        what = f"{error.filename}: {error.strerror}"
+        return refuse(
+            UserError(f"{what}; have its owner change that, or start from a copy of yours")
+        )
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     except AskedEarly as early:  # a signal while it checks, or builds a corpus
-        print("interrupted before the start; nothing is lost", file=sys.stderr)
+        print(EARLY, end="", file=sys.stderr)
         return early.ending.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a variable of make that was not given comes as an empty text."""
-    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__)
+    parser = Parser(prog="python -m launch.local", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
@@ -102,6 +115,8 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
+    if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
+        raise UserError(*(f"{line}; unset it" for line in wrong))
     recipe = check(words, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
@@ -114,15 +129,24 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
         )
 
+    def mend(life: Life | None, lived: Lived | None) -> Start:
+        if recipe.cluster.device != "cpu":  # as the doctor does on other hosts, before each life
+            found = gpus()
+            if "problem" in found:
+                print(f"warning: GPUs: {found['problem']}", file=sys.stderr)
+            if problems := ailing(found.get("cards", []), ranks, os.environ):
+                raise UserError(*problems)
+        return Start(ranks, live)
+
     forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
     with start.signals() as asked:
         return supervise(
-            lambda life, lived: Start(ranks, live),
+            mend,
             book,
             Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, facts(), os.environ),
+            lambda why: keep(book, why, facts(), os.environ),
             0.0 if once else recipe.restart.wait_s,
         )
 
@@ -160,6 +184,9 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
     say(f"variables that go along: {names} (PASS= adds others)")
+    if place.cluster.via != "srun":  # which takes all variables along
+        for line in left_here(os.environ, place.named):
+            say(f"warning: {line}")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
@@ -199,9 +226,6 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             )
             return start.live_across(fleet.cluster, order, screen, asked)
 
-        def keep(why: str) -> Path | None:
-            return bundle.pack(book.folder, book.name(), why, fleet.facts, os.environ)
-
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
         budget = Budget(rules.lives, before(recipe, book), busy_s=2 * recipe.cluster.lost_s)
@@ -210,7 +234,28 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
         )  # fmt: skip
         with watch:
-            return supervise(mend, book, budget, asked, keep, 0.0 if once else rules.wait_s)
+            return supervise(
+                mend, book, budget, asked,
+                lambda why: keep(book, why, fleet.facts, os.environ),
+                0.0 if once else rules.wait_s,
+            )  # fmt: skip
+
+
+def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """A bundle of a run that is given up; None where it has no folder, or the disk is full.
+
+    `hosts` are facts by host; variables go in by the allow-list of launch.environment.
+    """
+    variables = watched(environ).items()
+    known = {
+        "WHY.txt": f"{why}\n",
+        "hosts.json": json.dumps(hosts, indent=2, default=str) + "\n",
+        "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
+    }
+    try:
+        return write_bundle(book.folder, book.name(), known)
+    except OSError:
+        return None
 
 
 def say(line: str) -> None:
@@ -244,8 +289,8 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    recipe = compose_command(words, ds_problems).recipe
+    schedule = schedule_of(recipe)
     settled = settle(recipe, ranks, schedule)
     confirm(settled.config)
     if recipe.log.wandb is not None:

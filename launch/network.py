@@ -8,11 +8,12 @@ the user set wins. Units: seconds.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -47,12 +48,46 @@ def addresses() -> dict[str, str]:
     return found
 
 
+def missing_interfaces(environ: Mapping[str, str], has_gpus: bool) -> list[str]:
+    """`variable=value` where gloo, or NCCL where it is used, is told of an interface that this host
+    does not have."""
+    here = set(psutil.net_if_stats())
+    gloo = environ.get("GLOO_SOCKET_IFNAME", "")
+    nccl = environ.get("NCCL_SOCKET_IFNAME", "") if has_gpus else ""
+    wrong = []
+    if gloo and not set(gloo.split(",")) <= here:
+        wrong.append(f"GLOO_SOCKET_IFNAME={gloo}")
+    # NCCL takes beginnings of names: `=` before the list asks for whole ones, `^` for all others.
+    wanted = nccl.removeprefix("=").split(",")
+    is_whole = nccl.startswith("=")
+    fits = [w for w in wanted for name in here if (name == w if is_whole else name.startswith(w))]
+    if nccl and not nccl.startswith("^") and not fits:
+        wrong.append(f"NCCL_SOCKET_IFNAME={nccl}")
+    return [f"{one}, but the interfaces are {', '.join(sorted(here))}" for one in wrong]
+
+
 def interface_of(address: str) -> str | None:
     """The interface that has `address`; None for an address of another host."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is one of this host; loopback has more than interfaces show."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+    return interface_of(address) is not None
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a name means to this host; nothing where it does not know it."""
+    try:
+        return [entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []
 
 
 def is_free(port: int) -> bool:

@@ -24,7 +24,11 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A killed rank is the cause even where the news of a rank that missed it came first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40
-OUT_OF_MEMORY = re.compile(r"^(\[rank\d+\]: )?((torch\.)?(cuda\.)?OutOfMemoryError|MemoryError)\b")
+# On a GPU, in Python, in numpy, in torch on a CPU.
+OUT_OF_MEMORY = re.compile(
+    r"^(\[rank\d+\]: )?"
+    r"([\w.]*(OutOfMemoryError|MemoryError)\b|RuntimeError: .*can't allocate memory)"
+)
 
 
 @dataclass(frozen=True)

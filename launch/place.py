@@ -53,7 +53,7 @@ def read_place(options: argparse.Namespace) -> Place | None:
             hosts = read_hosts(Path(options.hostfile), options.include, options.exclude)
             via = options.via or "ssh"
         train, wait = part(hosts, read_spares(options.spares))
-        included = tuple(name.split(":")[0].strip() for name in options.include.split("@"))
+        included = tuple(host.name for host in hosts) if options.include else ()
         cluster = Cluster(train, ROOT, via, options.ssh or "ssh")
         return Place(cluster, named, tuple(wait), included)
     for variable, value in (

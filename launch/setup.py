@@ -4,18 +4,21 @@ Runs before anything is installed, so it uses the standard library alone. The on
 is already there is never replaced. States: no venv -> being filled -> `ready` stamp; an interrupted
 set-up has no stamp and is simply continued.
 
-    python3 launch/setup.py .venv        make or refresh the venv
-    python launch/setup.py --check       check this interpreter, install nothing
+    python3 launch/setup.py .venv             make or refresh the venv
+    python launch/setup.py --check [tests]    check this interpreter, install nothing
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +36,8 @@ def main(arguments: list[str]) -> int:
             f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose"
             " another one: make PYTHON=/path/to/python3.11 ..."
         )
-    if arguments == ["--check"]:
-        return check()
+    if arguments[0] == "--check":
+        return check(for_tests="tests" in arguments)
     return make_venv(Path(arguments[0]))
 
 
@@ -45,7 +48,31 @@ def make_venv(folder: Path) -> int:
             "this process was started by torchrun or SLURM and nothing is installed then; run"
             " `make help`'s other verbs once on a login node, or name an interpreter: PYTHON=..."
         )
-    (folder / "ready").unlink(missing_ok=True)
+    folder.mkdir(exist_ok=True)
+    with alone(folder):
+        return fill(folder)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Two first calls at once fill `folder` one after the other."""
+    with open(folder / "setup.lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _say(f"another process is filling {folder}; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def fill(folder: Path) -> int:
+    """Install what is missing in `folder`, unless another process has just done it."""
+    ready = folder / "ready"
+    wanted = max(path.stat().st_mtime for path in (REQUIREMENTS, Path(__file__)))
+    if ready.exists() and ready.stat().st_mtime >= wanted:
+        return 0
+    ready.unlink(missing_ok=True)
     python = folder / "bin" / "python"
     if not python.exists():
         _say(f"making {folder} with Python {sys.version.split()[0]}")
@@ -57,14 +84,18 @@ def make_venv(folder: Path) -> int:
     _say("installing requirements.txt (two to three minutes on a slow link)")
     if not _pip(python, "-r", str(REQUIREMENTS)):
         return 1
-    (folder / "ready").touch()
+    ready.touch()
     _say("ready")
     return 0
 
 
-def check() -> int:
-    """Whether this interpreter has torch and everything in requirements.txt; names what lacks."""
-    wanted = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+def check(for_tests: bool) -> int:
+    """Whether this interpreter has torch and what requirements.txt lists; names what lacks. Only
+    tests need what stands below the line `# tests`.
+    """
+    lines = REQUIREMENTS.read_text().splitlines()
+    lines = lines if for_tests else lines[: lines.index("# tests")]
+    wanted = [line.split("#")[0].strip() for line in lines]
     lacking = []
     for line in ["torch>=2.11", *filter(None, wanted)]:
         name = re.match(r"[\w-]+", line).group()

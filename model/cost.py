@@ -11,9 +11,12 @@ heads, K key/value heads, T tokens of a sequence.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 BYTES = {"bf16": 2, "fp32": 4}
+CHOICES = "none, selective, full or every-K (every-2: every second block)"  # of recompute
+EVERY = re.compile(r"every-([1-9]\d*)")
 
 # Logits that `model.loss` holds at one time. CPU: 16 MiB of fp32, which stays in the last-level
 # cache (forward and backward at N=2048, V=8192, H=256 on one AVX2 core: 381 ms with 256 tokens per
@@ -55,10 +58,15 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
     return max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"]) // vocab_size)
 
 
+def head_dim(shape) -> int:
+    """D: as given, or H / A."""
+    return shape.head_dim or shape.hidden_size // shape.num_attention_heads
+
+
 def _widths(shape) -> tuple[int, int, int]:
     """head_dim, width of all query heads, width of all key heads."""
-    head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
-    return head_dim, shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    width = head_dim(shape)
+    return width, shape.num_attention_heads * width, shape.num_key_value_heads * width
 
 
 def _matrices(shape) -> int:
@@ -69,8 +77,8 @@ def _matrices(shape) -> int:
 
 def parameters(shape) -> Parameters:
     """The split of `num_parameters`."""
-    head_dim, query, key = _widths(shape)
-    norms = 2 * shape.hidden_size + (2 * head_dim if shape.qk_norm else 0)
+    _, query, key = _widths(shape)
+    norms = 2 * shape.hidden_size + (2 * head_dim(shape) if shape.qk_norm else 0)
     block = _matrices(shape) + norms + (query + 2 * key if shape.qkv_bias else 0)
     embedding = shape.vocab_size * shape.hidden_size
     head = 0 if shape.tie_word_embeddings else embedding
@@ -135,16 +143,23 @@ def _selective_bytes_per_token(shape, width: int) -> int:
     return width * elements + 4 * shape.num_attention_heads
 
 
+def recomputed(recompute: str, index: int) -> str:
+    """none, selective or full: what block number `index` does under the knob `recompute`, see
+    `model.recompute`.
+
+    Raises ValueError for a value that the knob does not have.
+    """
+    if recompute in ("none", "selective", "full"):
+        return recompute
+    every = EVERY.fullmatch(recompute)
+    if every is None:
+        raise ValueError(f"recompute={recompute!r} is not {CHOICES}")
+    return "none" if index % int(every.group(1)) else "full"
+
+
 def blocks_recomputed(recompute: str, blocks: int) -> int:
-    """How many of the first `blocks` blocks run again whole in backward, see `model.recompute`."""
-    if recompute in ("none", "selective"):
-        return 0
-    if recompute == "full":
-        return blocks
-    every = recompute.removeprefix("every-")
-    if every == recompute or not every.isdigit() or every == "0":
-        raise ValueError(f"recompute={recompute!r} is not none, selective, full or every-K")
-    return -(-blocks // int(every))
+    """How many of the first `blocks` blocks run again whole in backward."""
+    return sum(recomputed(recompute, index) == "full" for index in range(blocks))
 
 
 def activation_bytes(
@@ -165,10 +180,9 @@ def activation_bytes(
     """
     width, tokens = BYTES[precision], micro_batch * seq_len
     block = _block_bytes_per_token(shape, width)
-    head_dim, _, _ = _widths(shape)
     # Token ids (int64) for the embedding's backward; the last norm's input and row statistic; the
     # loss's gradient of the last hidden state; the rotary tables.
-    ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * head_dim
+    ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * head_dim(shape)
     layers = shape.num_hidden_layers
     again = blocks_recomputed(recompute, layers)
     if recompute == "selective":

@@ -4,7 +4,7 @@ Llama's names.
 One rule: this is single-device code that knows nothing of the cluster. Blocks are pure functions of
 (hidden, Attend); head counts come from the width of the projections, so a tensor-parallel cut only
 replaces `Linear`s, and a pipeline stage only takes some of the blocks. Weights are uninitialised
-until `model.init.fill` or a checkpoint sets them.
+until `model.init` or a checkpoint sets them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from model.attention import Attend, attention, prepare, rotate
 from model.config import DecoderConfig
+from model.cost import recomputed
 from model.layers import Embedding, Linear, RMSNorm
 from model.loss import Head
-from model.recompute import recomputed, run
+from model.recompute import run
 
 
 class Attention(nn.Module):
@@ -106,7 +107,7 @@ class Backbone(nn.Module):
 
 class Decoder(PreTrainedModel):
     """Decoder-only language model. Attribute `recompute`, set by the caller: see
-    `recompute.recomputed`.
+    `cost.recomputed`.
     """
 
     config_class = DecoderConfig

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -79,25 +77,14 @@ def initial_weight(
 
 
 @torch.no_grad()
-def fill(
-    model: nn.Module,
-    seed: int,
-    config=None,
-    gather: Callable[[nn.Parameter], AbstractContextManager[Tensor | None]] = nullcontext,
-) -> None:
-    """Sets every parameter of `model` to its initial value in place, one parameter and one block of
-    rows at a time.
+def fill(model: nn.Module, seed: int) -> None:
+    """Sets every parameter of a whole decoder to its initial value in place, one block of rows at a
+    time; `runtime.engine_weights` does so for what a rank owns.
 
-    Tied weights are visited once, under their first name (the embedding's). config: default
-    model.config. gather: a context manager around the access to one parameter; it gives the whole
-    tensor to write into, or None on a rank that writes nothing (ZeRO-3: `GatheredParameters([p],
-    modifier_rank=0)`, the parameter on rank 0, None elsewhere).
+    Tied weights are visited once, under their first name (the embedding's).
     """
-    config = model.config if config is None else config
     for name, parameter in model.named_parameters():
-        with gather(parameter) as whole:
-            if whole is None:
-                continue
-            for start in range(0, whole.shape[0], BLOCK_ROWS):
-                rows = slice(start, start + BLOCK_ROWS)
-                whole[rows] = initial_weight(name, tuple(whole.shape), seed, config, rows)
+        for start in range(0, parameter.shape[0], BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            drawn = initial_weight(name, tuple(parameter.shape), seed, model.config, rows)
+            parameter[rows] = drawn

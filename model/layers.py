@@ -2,7 +2,7 @@
 
 One rule: a module reads only its own weights, inside its own forward. ZeRO-3 gathers a weight
 around exactly that call, and tensor parallel swaps these modules for sharded ones with the same
-call. Weights are left uninitialised: every value comes from `model.init.fill` or a checkpoint, and
+call. Weights are left uninitialised: every value comes from `model.init` or a checkpoint, and
 drawing them here first would cost minutes at 7B.
 """
 

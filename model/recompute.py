@@ -22,24 +22,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-CHOICES = "none, selective, full or every-K (every-2: every second block)"
-EVERY = re.compile(r"every-([1-9]\d*)")
 KEPT = re.compile(
     r"aten::(mm|addmm|bmm|linear|_?scaled_dot_product.*)|mkldnn::.*|torch_attn::.*|_c10d_functional::.*"
 )
-
-
-def recomputed(recompute: str, index: int) -> str:
-    """none, selective or full: what block number `index` does under the knob `recompute`.
-
-    Raises ValueError for a value that the knob does not have.
-    """
-    if recompute in ("none", "selective", "full"):
-        return recompute
-    every = EVERY.fullmatch(recompute)
-    if every is None:
-        raise ValueError(f"recompute={recompute!r} is not {CHOICES}")
-    return "none" if index % int(every.group(1)) else "full"
 
 
 def run(block: nn.Module, hidden: Tensor, attend, how: str) -> Tensor:

@@ -93,7 +93,7 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
     if broken:
         raise UserError(*broken, *nearest(recipe, world, stage))
     axes = recipe.parallel
-    data = world // (axes.tensor * axes.pipeline * axes.context)
+    data = world // axes.model_ranks
     quantum = data * recipe.micro_batch * recipe.seq_len
     return Layout(
         world=world,

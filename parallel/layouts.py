@@ -9,22 +9,22 @@ does when a run starts.
 
 from __future__ import annotations
 
-import argparse
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import table
 from runtime.engine_config import load_preset
 from runtime.settle import json_for
-from runtime.state_bytes import state_bytes
+from runtime.state_bytes import of_layout
 
 GIB = 2**30
 SHOWN = 40
@@ -32,7 +32,7 @@ SHOWN = 40
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m parallel.layouts`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make layouts", description=__doc__)
+    parser = Parser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
     add_words(parser, "+", "recipe, then overrides")
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         dish, *words = words_of(options)
         recipe = compose(dish, words).recipe
-        axes = recipe.parallel
-        fewest = axes.tensor * axes.pipeline * axes.context
+        fewest = recipe.parallel.model_ranks
         world = fewest if options.world is None else read_ranks("WORLD", options.world)
         own = load_preset(recipe.zero).stage
     except UserError as error:
@@ -80,17 +79,7 @@ def sort(
 
 def state_gib(recipe: Recipe, layout: Layout) -> float:
     """GiB of training state on the rank that holds most. Raises UserError for a refused JSON."""
-    engine = json_for(recipe, layout)
-    parts = state_bytes(
-        engine.stage,
-        recipe.precision,
-        engine.grad_dtype,
-        layout.accumulates or layout.pipeline > 1,
-        engine.is_immediate,
-        layout.zero_ranks,
-        engine.is_offloaded,
-        recipe.optim.name,
-    )
+    parts = of_layout(recipe, layout, json_for(recipe, layout))
     return sum(parts.values()) * most_parameters(recipe.model, layout) / GIB
 
 
@@ -113,13 +102,22 @@ def text(
     if len(shown) < len(rows):
         lines += [f"  {len(rows) - len(shown)} more: ALL=1"]
     lines += ["", f"illegal: {len({name for names in illegal.values() for name in names})}"]
-    for problem, names in illegal.items():
+    for problem, names in by_rule(illegal).items():
         count = f"{len(names)} layouts" if len(names) > 1 else "1 layout"
         lines += [
             f"  {problem}",
             f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}",
         ]
     return lines
+
+
+def by_rule(illegal: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The first problem of each rule -> the layouts that break it; a size once more is no news."""
+    rules: dict[str, tuple[str, dict[str, None]]] = {}
+    for problem, names in illegal.items():
+        _, broken = rules.setdefault(re.sub(r"[\d, ]+", "0", problem), (problem, {}))
+        broken.update(dict.fromkeys(names))
+    return {first: list(names) for first, names in rules.values()}
 
 
 def combinations() -> list[list[str]]:

@@ -27,8 +27,7 @@ def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
     ]
     if broken:
         return broken
-    axes = recipe.parallel
-    data = world // (axes.tensor * axes.pipeline * axes.context)
+    data = world // recipe.parallel.model_ranks
     pieces = batch_pieces(recipe)
     return [line for piece in pieces if (line := _batch_problem(recipe, data, *piece))]
 
@@ -55,7 +54,7 @@ def nearest(recipe: Recipe, world: int, stage: int, most: int = 3) -> list[str]:
     there is none, or where no axis but data was asked for.
     """
     own = recipe.parallel
-    if own.tensor * own.pipeline * own.context == 1 or world < 1:
+    if own.model_ranks == 1 or world < 1:
         return []
 
     def distance(axes: Parallel, zero: int) -> float:
@@ -89,7 +88,7 @@ def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
 
 def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
     axes = recipe.parallel
-    product = axes.tensor * axes.pipeline * axes.context
+    product = axes.model_ranks
     if world >= 1 and world % product == 0:
         return None
     below, above = world // product * product, (world // product + 1) * product
@@ -208,18 +207,24 @@ def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | Non
 
 
 def _sequence_divides(recipe: Recipe, world: int, stage: int) -> str | None:
-    axes, seq_len = recipe.parallel, recipe.seq_len
-    if seq_len % axes.context:
+    lengths = [("seq_len=", recipe.seq_len)]
+    lengths += [("seq_len_warmup: ", length) for _, length in recipe.seq_len_warmup or ()]
+    return next((line for one in lengths if (line := _length_problem(recipe, *one))), None)
+
+
+def _length_problem(recipe: Recipe, name: str, length: int) -> str | None:
+    axes = recipe.parallel
+    if length % axes.context:
         return (
-            f"seq_len={seq_len} is not a multiple of parallel.context={axes.context}; nearest: "
-            + nearest_multiples(seq_len, axes.context)
+            f"{name}{length} is not a multiple of parallel.context={axes.context}; nearest: "
+            + nearest_multiples(length, axes.context)
         )
     parts = axes.context * axes.tensor
-    if axes.sequence and seq_len % parts:
+    if axes.sequence and length % parts:
         return (
-            f"seq_len={seq_len} is not a multiple of parallel.context {axes.context} x"
+            f"{name}{length} is not a multiple of parallel.context {axes.context} x"
             f" parallel.tensor {axes.tensor} = {parts}, over which parallel.sequence=true splits"
-            f" tokens; nearest: {nearest_multiples(seq_len, parts)}, or parallel.sequence=false"
+            f" tokens; nearest: {nearest_multiples(length, parts)}, or parallel.sequence=false"
         )
     return None
 

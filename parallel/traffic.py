@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from model.cost import BYTES, blocks_recomputed
+from model.cost import BYTES, blocks_recomputed, head_dim
 from parallel.layout import Layout
 from recipes.schema import Model, Recipe
 
@@ -91,11 +91,6 @@ def weights_of_block(model: Model, tensor: int) -> list[int]:
     biases = [query // tensor, key // tensor, key // tensor] if model.qkv_bias else []
     norms = [hidden, hidden] + ([dim, dim] if model.qk_norm else [])
     return [hidden * width // tensor for width in widths] + biases + norms
-
-
-def head_dim(model: Model) -> int:
-    """Width of a head."""
-    return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
 def pipeline_bytes(recipe: Recipe, layout: Layout, micro_batches: int) -> int:

@@ -12,7 +12,7 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.redaction import redacted
@@ -21,11 +21,11 @@ from recipes.schema import (
     FP16,
     MANY,
     STAGE_0,
-    WIDE,
     Recipe,
     UserError,
     as_float,
     as_int,
+    as_written,
     did_you_mean,
 )
 
@@ -33,21 +33,28 @@ from recipes.schema import (
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")
 LONGEST_NAME = 100
 LONGEST_PART = 255
+MOST_TOKENS = MANY * 2**16
+LARGEST_SHARE = 1e12  # sums of these are exact enough
 BAD = object()  # stands for a value that has already been reported
 
 
 def to_recipe(
-    values: dict[str, Any], origins: Mapping[str, str], missing: list[str]
+    values: dict[str, Any],
+    origins: Mapping[str, str],
+    missing: Sequence[str],
+    broken: Mapping[str, str] = {},
 ) -> tuple[Recipe, list[str]]:
     """The frozen recipe and its warnings, from nested plain values.
 
-    `origins` says where each dotted knob came from; `missing` are knobs left at `???`. Raises
-    UserError with every problem found.
+    `origins` says where each dotted knob came from; `missing` are knobs left at `???`; `broken`
+    have a value that cannot be told, and say why. Raises UserError with every problem found.
     """
-    reader = _Reader(origins, missing)
+    reader = _Reader(origins, missing, broken)
     recipe = reader.read_class(Recipe, values, "")
     known = {path: value for path, value in reader.read.items() if value is not BAD}
-    problems = list(reader.problems)
+    problems = [f"{path}: {reason}" for path, reason in broken.items()] + reader.problems
+    for path in missing:  # a key of the DeepSpeed JSON, or a whole source
+        reader.missing.setdefault(path, "which stands at ???")
     if reader.missing:
         listed = ", ".join(f"{path} ({meaning})" for path, meaning in reader.missing.items())
         problems.insert(0, f"no value for {listed}; set each in the recipe or as knob=value")
@@ -96,15 +103,18 @@ def is_text(path: str) -> bool:
 class _Reader:
     """Reads nested values into dataclasses; remembers problems, missing knobs and values read."""
 
-    def __init__(self, origins: Mapping[str, str], missing: list[str]):
+    def __init__(
+        self, origins: Mapping[str, str], missing: Sequence[str], broken: Mapping[str, str]
+    ):
         self.origins = origins
         self.unset = set(missing)
+        self.broken = broken
         self.problems: list[str] = []
         self.missing: dict[str, str] = {}
         self.read: dict[str, Any] = {}
 
     def fail(self, path: str, value: Any, reason: str) -> Any:
-        self.problems.append(f"{path}={value!r}{self.where(path)} {reason}")
+        self.problems.append(f"{path}={as_written(value)}{self.where(path)} {reason}")
         return BAD
 
     def where(self, path: str) -> str:
@@ -122,7 +132,9 @@ class _Reader:
         arguments = {}
         for field in dataclasses.fields(cls):
             name, kind = prefix + field.name, hints[field.name]
-            if field.name in values:
+            if name in self.broken:
+                value = BAD
+            elif field.name in values:
                 value = self.read_value(kind, values[field.name], name, field.metadata)
             elif _has_default(field) and name not in self.unset:
                 value = self.default(field, kind, name)
@@ -135,7 +147,13 @@ class _Reader:
     def unknown(self, cls: type, values: dict, prefix: str) -> None:
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:
-            if key not in names:
+            if "." in str(key):
+                first, _, rest = str(key).partition(".")
+                self.problems.append(
+                    f"{prefix}{key}{self.where(f'{prefix}{key}')}: in a file groups are nested;"
+                    f" write {first}: {{{rest}: ...}}"
+                )
+            elif key not in names:
                 path = f"{prefix}{key}"
                 hint = did_you_mean(path, [prefix + name for name in names] + list(knob_names()))
                 if hint == ".":
@@ -223,12 +241,16 @@ def _outside(value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _to_bool(value: Any) -> bool:
+    if value in ("true", "false"):
+        raise ValueError("is text; write true or false without quotes")
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
 
 
 def _to_text(value: Any) -> str:
+    if value is None:
+        raise ValueError("is not legal here")
     if not isinstance(value, str):
         raise ValueError("is not text; put it in quotes")
     if any(ord(letter) < 32 for letter in value):
@@ -260,8 +282,8 @@ def folder_name(value: Any) -> str | None:
 
 def _positive(value: Any) -> int:
     number = as_int(value)
-    if not 1 <= number <= MANY * WIDE:
-        raise ValueError(f"must be from 1 to {MANY * WIDE}")
+    if not 1 <= number <= MOST_TOKENS:
+        raise ValueError(f"must be from 1 to {MOST_TOKENS}")
     return number
 
 
@@ -278,6 +300,14 @@ def _batch_tokens(value: Any) -> int | tuple[tuple[int, int], ...]:
     if not isinstance(value, list | tuple):
         return _positive(value)
     return _by_step(value, _positive, "[step, tokens]")
+
+
+def _seq_len_warmup(value: Any) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError("is not a list of [data step, tokens] pairs; write [[0,128],[1000,256]]")
+    return _by_step(value, _positive, "[data step, tokens]")
 
 
 def _by_step(value: Any, convert: Callable[[Any], Any], shape: str) -> tuple[tuple[int, Any], ...]:
@@ -370,8 +400,8 @@ def _weight(value: Any) -> float | tuple[tuple[int, float], ...]:
 
 def _share(value: Any) -> float:
     number = as_float(value)
-    if number < 0:
-        raise ValueError("must be at least 0")
+    if not 0 <= number <= LARGEST_SHARE:
+        raise ValueError(f"must be from 0 to {LARGEST_SHARE:g}")
     return number
 
 
@@ -398,12 +428,20 @@ def _masks(value: Any) -> tuple[dict[str, Any], ...]:
         raise ValueError("is not a list of {source: NAME, documents: [17, 18], steps: [0, null]}")
     masks = []
     for item in value:
-        if set(item) != set(wanted):
-            raise ValueError(f"has an entry with {', '.join(map(str, item))}, not {wanted}")
-        steps = _range(item["steps"], is_open=True)
-        masks.append(
-            {"source": str(item["source"]), "documents": _range(item["documents"]), "steps": steps}
-        )
+        if set(item) - {"tokens"} != set(wanted):
+            given = ", ".join(map(str, item))
+            raise ValueError(f"has an entry with {given}, not {wanted} and, if need be, tokens")
+        mask = {"source": str(item["source"]), "documents": _range(item["documents"])}
+        mask["steps"] = _range(item["steps"], is_open=True)
+        if "tokens" in item:
+            mask["tokens"] = _range(item["tokens"], is_open=True)
+            first, end = mask["documents"]
+            if end != first + 1:
+                raise ValueError(
+                    f"has tokens of the documents [{first}, {end}]; they count from the start of"
+                    f" one, so give an entry for each, such as documents: [{first}, {first + 1}]"
+                )
+        masks.append(mask)
     return tuple(masks)
 
 
@@ -414,6 +452,7 @@ SPECIAL: dict[str, Callable] = {
     "alerts.command": _command,
     "parallel.bounds": _bounds,
     "tokens": _tokens,
+    "seq_len_warmup": _seq_len_warmup,
     "batch_tokens": _batch_tokens,
     "warmup": _warmup,
     "checkpoint.interval": _interval,

@@ -1,16 +1,26 @@
-"""What the verbs that take a recipe have in common: their words, and how they refuse.
+"""What the verbs have in common: their words, and how they refuse.
 
 The one rule: overrides come as words of their own, or as one text (`make` passes OVERRIDES so), and
-mean the same.
+mean the same. Whatever a verb cannot read or do as it was asked ends with lines `refused: ...` and
+the same status (recipes.exits).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import NoReturn
 
 from recipes.exits import DO_NOT_RETRY
 from recipes.schema import UserError, split_words
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line that is refused as anything else is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Of argparse, which would print all options and end with a status of its own."""
+        sys.exit(refuse(UserError(message)))
 
 
 def add_words(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
@@ -22,6 +32,13 @@ def add_words(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
 def words_of(options: argparse.Namespace) -> list[str]:
     """All words, those of `--overrides` last. Raises UserError for a quote that does not end."""
     return [*options.words, *split_words("OVERRIDES", options.overrides)]
+
+
+def count_of(variable: str, text: str, least: int = 0) -> int:
+    """A count from a variable of make. Raises UserError where it is none, or below `least`."""
+    if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) >= least):
+        raise UserError(f"{variable}={text[:80]}: give a number, such as {variable}=80")
+    return int(text)
 
 
 def refuse(error: UserError) -> int:

@@ -14,22 +14,22 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from recipes.check import folder_name, is_text, to_recipe
-from recipes.schema import Recipe, UserError, did_you_mean
+from recipes.schema import Recipe, UserError, as_written, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -38,11 +38,14 @@ GROUPS = ("model", "data", "optim", "cluster")
 CONFIG_ERRORS = (
     HydraException,
     OmegaConfBaseException,
-    YAMLError,
+    yaml.YAMLError,
     ValueError,
     TypeError,
     RecursionError,
+    OSError,
 )
+# YAML 1.1 reads 010 as 8 and 12:30 as 750; on the command line they are 10 and no number.
+MISREAD = re.compile(r"[-+]?(0[0-9_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     warnings: list[str]
+    file: Path  # of the dish
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,16 @@ class Change:
     is_removal: bool
 
 
-def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
+def compose(
+    dish: str,
+    overrides: Sequence[str] = (),
+    check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
+) -> Composed:
     """The recipe `dish` (a name in recipes/, or a path to a .yaml file) with overrides applied.
 
     `model=...`, `data=...`, `optim=...`, `cluster=...` choose an ingredient; `a.b=value` sets a
-    knob, `~a.b` removes a key. Raises UserError with all problems.
+    knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` adds those of the
+    DeepSpeed keys, which are checked with the layout where the knobs are right.
     """
     path = locate(dish)
     choices, changes, problems, warnings = parse(overrides)
@@ -79,16 +88,19 @@ def compose(dish: str, overrides: Sequence[str] = ()) -> Composed:
     problems += [line for change in changes for line in _apply(tree, origins, change)]
     problems += [f"{key}: hydra settings are not used" for key in origins if _is_hydra(key)]
     values, missing, broken = _plain(tree)
-    problems += broken + list(_targets(values))
+    problems += _targets(values)
     try:
-        recipe, more = to_recipe(values, origins, missing)
+        recipe, more = to_recipe(values, origins, missing, broken)
     except UserError as error:
-        raise UserError(*problems, *error.problems) from None
+        problems += error.problems
+        ds = values.get("ds")
+        problems += check_ds(ds) if isinstance(ds, dict) else []
+        raise UserError(*problems) from None
     if problems:
         raise UserError(*problems)
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
-    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)])
+    return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
@@ -106,13 +118,15 @@ def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
     ]
 
 
-def compose_command(arguments: Sequence[str]) -> Composed:
+def compose_command(
+    arguments: Sequence[str], check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: []
+) -> Composed:
     """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
     dishes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
     overrides = [text for text in arguments if not text.startswith("recipe=")]
     if len(dishes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
-    return compose(dishes_named[0], overrides)
+    return compose(dishes_named[0], overrides, check_ds)
 
 
 def run_name(stem: str) -> str:
@@ -172,16 +186,18 @@ def ingredients(group: str) -> list[str]:
 
 def locate(dish: str) -> Path:
     """The file of a dish. Raises UserError with the list of recipes and the nearest name."""
-    if dish.endswith(".yaml") or "/" in dish:
-        path = (ROOT / dish).resolve()
-        if path.is_file() and path.suffix == ".yaml":
-            return path
-        raise UserError(f"recipe {dish}: there is no file {path}")
-    path = RECIPES / f"{dish}.yaml"
-    if not re.fullmatch(r"[\w.-]+", dish) or not path.is_file():
-        near = did_you_mean(dish, dishes())
-        raise UserError(f"recipe {dish!r}: no such recipe{near} There are: {', '.join(dishes())}")
-    return path
+    is_path = dish.endswith(".yaml") or "/" in dish
+    path = ROOT / dish if is_path else RECIPES / f"{dish}.yaml"
+    try:
+        path = path.resolve() if is_path else path
+        is_file = path.is_file() and path.suffix == ".yaml"
+    except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a NUL
+        is_file = False
+    if is_file and (is_path or re.fullmatch(r"[\w.-]+", dish)):
+        return path
+    near = did_you_mean(Path(dish).stem, dishes())
+    what = f"there is no file {str(path)!r:.300}" if is_path else "no such recipe"
+    raise UserError(f"recipe {dish!r:.300}: {what}{near} There are: {', '.join(dishes())}")
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str], list[str]]:
@@ -269,11 +285,22 @@ def _hydra_once(
         file = next((place for place in places if place.is_file()), None)
         if file is None:  # Hydra's own `hydra/config`
             continue
+        refuse_misread(file)
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         content.pop("defaults", None)
         prefix = f"{part.package}." if part.package else ""
         origins |= {prefix + key: _shown(file) for key in _leaves(content)}
     return tree, origins
+
+
+def refuse_misread(file: Path) -> None:
+    """Raise ValueError for a number that YAML would read as another one."""
+    for token in yaml.scan(file.read_text(encoding="utf-8-sig")):
+        if isinstance(token, yaml.ScalarToken) and token.plain and MISREAD.fullmatch(token.value):
+            raise ValueError(
+                f"line {token.start_mark.line + 1}: YAML reads {token.value} as"
+                f" {yaml.safe_load(token.value)}; write that, or put it in quotes where it is text"
+            )
 
 
 def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[str]:
@@ -290,6 +317,11 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
             holder = OmegaConf.select(tree, parent) if parent else tree
             if not isinstance(holder, DictConfig) or last not in holder:
                 return [f"~{change.key}: there is no such key to remove"]
+            if change.text and value != holder[last]:
+                return [
+                    f"~{change.key}={change.text}: it is {as_written(holder[last])}, so it stays;"
+                    f" write ~{change.key} to remove it whatever it is"
+                ]
             del holder[last]
             return []
         OmegaConf.update(tree, change.key, value, merge=False, force_add=True)
@@ -300,10 +332,10 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
     return []
 
 
-def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Resolved plain values, knobs left at `???`, and problems of interpolation."""
+def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Resolved plain values, knobs left at `???`, and why some cannot be resolved."""
     missing: list[str] = []
-    problems: list[str] = []
+    broken: dict[str, str] = {}
 
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, DictConfig):
@@ -316,11 +348,21 @@ def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
                 try:
                     result[key] = walk(node[key], full)
                 except OmegaConfBaseException as error:
-                    problems.append(f"{full}: {_one_line(error)}")
+                    broken[full] = _unresolved(node, key, error)
             return result
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_list(node) else node
 
-    return walk(tree, ""), missing, problems
+    return walk(tree, ""), missing, broken
+
+
+def _unresolved(node: DictConfig, key: Any, error: Exception) -> str:
+    """Why a knob's ${...} has no value."""
+    written = OmegaConf.to_container(node, resolve=False)[key]
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _one_line(error))
+    return (
+        f"{written} has no value ({reason}); name another knob, or an environment variable that is"
+        " set: ${oc.env:NAME}"
+    )
 
 
 def _targets(values: Any, path: str = "") -> Iterator[str]:
@@ -368,5 +410,10 @@ def _reason(error: Exception) -> str:
 
 def _one_line(error: Exception) -> str:
     """The first paragraph of a library's message, without its trailer."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or its defaults list leads back to itself"
     text = str(error).split("\n    full_key")[0].split("\nSee https")[0]
+    cause = error.__cause__ or error.__context__
+    if not text.strip() and isinstance(cause, Exception):
+        return _one_line(cause)
     return " ".join(text.split()) or type(error).__name__

@@ -1,6 +1,8 @@
-"""How the Python entry ends: what an exit status asks of whoever started it.
+"""How the Python entries end: what an exit status asks of whoever started one.
 
-Facts about exit statuses that callers rely on; `make` turns every failure into its own 2.
+The one rule, for the run and for every other verb: 0 = done, and what was looked at is as it should
+be; 93 = refused, as it was asked it cannot be; 1 = it broke off, or found what should not be
+(damage, a difference). A run has two more. `make` turns every failure into its own 2.
 """
 
 FINISHED = 0  # or stopped on request

@@ -31,6 +31,7 @@ class Health:
         "an outlier's gradient norm is at least this many times the median (clipping already bounds"
         " what a norm of 2 or 3 times can do)",
         above=1,
+        high=1e6,
     )
     loss_rise: float = knob(
         0.5,
@@ -38,12 +39,14 @@ class Health:
         " moves it less, a spike more)",
         unit="nats",
         above=0,
+        high=1e6,
     )
     sigmas: float = knob(
         8.0,
         "an outlier is at least this many standard deviations above the median (heavy tails reach"
         " 6)",
         above=0,
+        high=1e6,
     )
     window: int = knob(
         128,
@@ -81,6 +84,7 @@ class Health:
         " 0 = never",
         unit="nats",
         low=0,
+        high=1e6,
     )
     rewind: int = knob(
         100,

@@ -7,27 +7,28 @@ Prints name, type, default, legal values and meaning of those whose name or mean
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
 from recipes.check import knob_names
+from recipes.command import Parser, refuse
 from recipes.compose import GROUPS, ingredients
+from recipes.schema import UserError
 from recipes.table import table
 from runtime.engine_keys import KEYS, OWNED
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of `python -m recipes.knobs`; exit status 1 when nothing matches."""
-    parser = argparse.ArgumentParser(prog="make knobs", description=__doc__)
+    """Entry of `python -m recipes.knobs`; exit status."""
+    parser = Parser(prog="make knobs", description=__doc__)
     parser.add_argument("--find", default="", help="text in the name or the meaning")
     wanted = parser.parse_args(arguments).find.lower()
     rows = [row for row in all_rows() if wanted in row[0].lower() or wanted in row[-1].lower()]
     if not rows:
-        print(f"no knob has {wanted!r} in its name or meaning; `make knobs` lists all")
-        return 1
+        problem = f"FIND={wanted}: no knob has it in its name or meaning; make knobs lists all"
+        return refuse(UserError(problem))
     print(table([["knob", "type", "default", "legal", "meaning"], *rows], indent=""))
     return 0
 
@@ -45,7 +46,7 @@ def all_rows() -> list[list[str]]:
     for key, rule in KEYS.items():
         if key not in OWNED:
             legal = " | ".join(map(str, rule.choices))
-            legal = legal or (f">= {rule.low:g}" if rule.low is not None else "")
+            legal = legal or _legal(vars(rule) | {"above": None, "below": None})
             stages = (
                 "" if len(rule.stages) == 3 else f" (ZeRO {' or '.join(map(str, rule.stages))})"
             )

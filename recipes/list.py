@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from model.cost import num_parameters
 from recipes.compose import compose, dishes, locate
 from recipes.schema import Recipe, UserError
@@ -33,7 +33,7 @@ def main() -> int:
 def row(dish: str, recipe: Recipe) -> list[str]:
     """One line of the table."""
     parameters = num_parameters(recipe.model)
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, parameters)
     axes = recipe.parallel
     sizes = {"tensor": axes.tensor, "pipeline": axes.pipeline, "context": axes.context}

@@ -82,7 +82,9 @@ def _without_values(text: str) -> str:
         is_option = text.endswith("--", 0, found.start("name")) or not found["mark"].isspace()
         given = VALUE.match(text, at) if is_option and looks_secret(found["name"]) else None
         parts.append(text[start:at])
-        if given and given[0] not in EMPTY:
+        # Masked by an earlier pass, which took no quote away.
+        is_masked = given and given[0].strip("\"'\\") == MASK
+        if given and given[0] not in EMPTY and not is_masked:
             value = given[0]
             quote = value[0] if value[0] in "\"'" else '"' if ":" in found["mark"] else ""
             parts.append(f"{quote}{MASK}{quote}")

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from recipes.schema import read_steps
+
+# A thousand times the largest batches in print, and places that still fit into memory.
+MOST_SEQUENCES = 2**22
 
 
 def _one_length(steps, tokens) -> str | None:
@@ -45,6 +49,31 @@ def _decay_fits(schedule, decay, warmup, steps) -> str | None:
     return None
 
 
+def _decay_leaves_weights(lr, weight_decay) -> str | None:
+    if lr * weight_decay < 1:
+        return None
+    return (
+        f"optim.lr={lr:g} x optim.weight_decay={weight_decay:g} is {lr * weight_decay:g}: a step"
+        " would take away whole weights and more; lower one of them (their product is usually below"
+        " 0.001)"
+    )
+
+
+def _pieces(batch_tokens) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens) of each piece of a ramp; one piece for a constant batch."""
+    return batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
+
+
+def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
+    most = max(tokens for _, tokens in _pieces(batch_tokens))
+    if most // seq_len <= MOST_SEQUENCES:
+        return None
+    return (
+        f"batch_tokens={most} is {most // seq_len} sequences of seq_len={seq_len} in one step; at"
+        f" most {MOST_SEQUENCES}, so at most {MOST_SEQUENCES * seq_len} tokens"
+    )
+
+
 def _heads(hidden, heads, head_dim) -> str | None:
     if head_dim is None and hidden % heads:
         return (
@@ -74,11 +103,34 @@ def _kv_heads(heads, kv_heads) -> str | None:
 def _window(window, seq_len) -> str | None:
     if window is None or window % seq_len == 0:
         return None
-    below = window // seq_len * seq_len or seq_len
+    below = window // seq_len * seq_len
+    above = below + seq_len
     return (
         f"data.window_tokens={window} is not a multiple of seq_len={seq_len};"
-        f" nearest: {below} or {(window // seq_len + 1) * seq_len}"
+        f" nearest: {f'{below} or {above}' if below else above}"
     )
+
+
+def _seq_len_warmup(warmup, seq_len) -> str | None:
+    if warmup is None:
+        return None
+    lengths = [length for _, length in warmup]
+    uneven = [length for length in lengths if seq_len % length]
+    if uneven:
+        parts = [n for n in range(2, 65) if seq_len % n == 0][:8]
+        legal = f"; legal: {', '.join(str(seq_len // n) for n in reversed(parts))}" if parts else ""
+        return (
+            f"seq_len_warmup has the length {uneven[0]}, which does not divide seq_len={seq_len}:"
+            f" sequences are cut into equal parts{legal}"
+        )
+    if any(low >= high for low, high in pairwise(lengths)):
+        return f"seq_len_warmup has the lengths {lengths}; those of a warm-up increase"
+    if lengths[-1] != seq_len:
+        return (
+            f"seq_len_warmup ends at {lengths[-1]} tokens, and seq_len={seq_len} would never be"
+            f" reached: add [STEP, {seq_len}], or lower seq_len"
+        )
+    return None
 
 
 def _built_in_corpora(sources) -> str | None:
@@ -152,6 +204,15 @@ def _stop_is_reached(stop_after, steps) -> str | None:
     return None
 
 
+def _whole_length_is_reached(warmup, steps) -> str | None:
+    if warmup is None or steps is None or warmup[-1][0] < steps:
+        return None
+    return (
+        f"seq_len_warmup reaches seq_len at data step {warmup[-1][0]}, and the run ends after"
+        f" steps={steps}: its last positions are never trained"
+    )
+
+
 def _recompute(recompute, compiles) -> str | None:
     if not re.fullmatch(r"none|selective|full|every-[1-9]\d*", str(recompute)):
         return (
@@ -175,6 +236,13 @@ def _auto_interval(interval, mtbf_hours) -> str | None:
     return None
 
 
+def _ramp_is_reached(batch_tokens, steps) -> str | None:
+    late = [step for step, _ in _pieces(batch_tokens) if steps is not None and step >= steps]
+    if not late:
+        return None
+    return f"batch_tokens has a piece from step {late[0]} on; the run ends before, steps={steps}"
+
+
 def _auto_keeps(interval, keep_every) -> str | None:
     if interval == "auto" and keep_every > 1:
         return (
@@ -188,9 +256,12 @@ RULES = (
     (("steps", "tokens"), _one_length),
     (("warmup", "steps"), _warmup_fits),
     (("optim.schedule", "optim.decay", "warmup", "steps"), _decay_fits),
+    (("optim.lr", "optim.weight_decay"), _decay_leaves_weights),
+    (("batch_tokens", "seq_len"), _batch_has_an_end),
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
     (("data.window_tokens", "seq_len"), _window),
+    (("seq_len_warmup", "seq_len"), _seq_len_warmup),
     (("data.sources",), _sources),
     (("recompute", "compile"), _recompute),
     (("data.sources",), _built_in_corpora),
@@ -201,5 +272,7 @@ RULES = (
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),
+    (("seq_len_warmup", "steps"), _whole_length_is_reached),
+    (("batch_tokens", "steps"), _ramp_is_reached),
     (("checkpoint.interval", "checkpoint.keep_every"), _auto_keeps),
 )

@@ -24,11 +24,14 @@ from recipes.values import Shared as Shared
 from recipes.values import UserError as UserError
 from recipes.values import as_float as as_float
 from recipes.values import as_int as as_int
+from recipes.values import as_written as as_written
 from recipes.values import did_you_mean as did_you_mean
 from recipes.values import knob as knob
 from recipes.values import read_ranks as read_ranks
 from recipes.values import read_steps as read_steps
 from recipes.values import split_words as split_words
+
+LONG = 10**7  # seconds: four months, which every timer takes
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -61,12 +64,14 @@ class Model:
     head_dim: int | None = knob(
         None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
     )
-    rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=0)
-    rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
+    rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
     qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2)")
     qk_norm: bool = knob(False, "RMSNorm on each query and key head (Qwen3)")
-    initializer_range: float = knob(0.02, "standard deviation of initial weight matrices", above=0)
+    initializer_range: float = knob(
+        0.02, "standard deviation of initial weight matrices", low=1e-9, high=10
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Source:
         " the first step 0",
     )
     max_epochs: float | None = knob(
-        None, "refuse a run that would repeat this source more often", above=0
+        None, "refuse a run that would repeat this source more often", above=0, high=1e9
     )
 
     def stages(self) -> tuple[tuple[int, float], ...]:
@@ -115,7 +120,8 @@ class Skip:
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
-        " by number, that give no loss in these data steps; end null = to the end of the run",
+        " by number, that give no loss in these data steps; end null = to the end of the run; with"
+        " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
     )
 
 
@@ -167,7 +173,7 @@ class Optim:
     """The optimizer and the learning rate as a function of the step."""
 
     name: str = knob("adamw", "AdamW; sgd exists for tests", choices=("adamw", "sgd"))
-    lr: float = knob(REQUIRED, "peak learning rate", above=0)
+    lr: float = knob(REQUIRED, "peak learning rate", low=1e-12, high=1e3)
     final_lr_ratio: float = knob(0.1, "learning rate at the end / peak", low=0, high=1)
     schedule: str = knob(
         "cosine", "shape after the warm-up", choices=("cosine", "linear", "wsd", "constant")
@@ -180,11 +186,14 @@ class Optim:
     )
     beta1: float = knob(0.9, "decay of the first moment", low=0, below=1)
     beta2: float = knob(0.95, "decay of the second moment", low=0, below=1)
-    eps: float = knob(1e-8, "added to the root of the second moment", above=0)
+    eps: float = knob(1e-8, "added to the root of the second moment", low=1e-30, high=1)
     weight_decay: float = knob(
-        0.1, "decoupled decay of matrices; norms and biases have none", low=0
+        0.1,
+        "decoupled decay of matrices, embedding and head too; norms and biases have none",
+        low=0,
+        high=1e6,
     )
-    clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0)
+    clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0, high=1e12)
 
 
 @dataclass(frozen=True)
@@ -202,13 +211,17 @@ class Cluster:
         "dense bf16 peak of one device for MFU; null = looked up by device name",
         unit="TFLOP/s",
         above=0,
+        high=1e6,
     )
-    timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=10**7)
+    timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
     )
     threads: int | None = knob(
-        None, "CPU threads per rank; null = cores / ranks on this host", low=1, high=1024
+        None,
+        "CPU threads per rank; null = OMP_NUM_THREADS, else cores / ranks on this host",
+        low=1,
+        high=1024,
     )
     mtbf_hours: float | None = knob(
         None,
@@ -216,6 +229,7 @@ class Cluster:
         " Llama 3 met one in 2.8 h on 16,384 GPUs: about 46,000 h / GPUs",
         unit="hours",
         above=0,
+        high=1e9,
     )
 
 
@@ -239,12 +253,17 @@ class Parallel:
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: the fewest that a run takes."""
+        return self.tensor * self.pipeline * self.context
+
 
 @dataclass(frozen=True)
 class Log:
     """What is written while training."""
 
-    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1)
+    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
     tensorboard: bool = knob(True, "write event files")
     wandb: str | None = knob(
         None, "project name: mirror TensorBoard to Weights & Biases; null = off"
@@ -279,7 +298,7 @@ class Checkpoint:
         " until it ends",
         unit="seconds",
         low=1,
-        high=10**7,
+        high=LONG,
     )
     on_drift: str = knob(
         "warn",
@@ -331,25 +350,38 @@ class Restart:
     """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
 
     lives: int = knob(
-        3, "lives in a row without a newer step that end the run; 0 = never start again", low=0
+        3,
+        "lives in a row without a newer step that end the run; 0 = never start again",
+        low=0,
+        high=2**20,
     )
-    wait_s: int = knob(1800, "how long to wait for a lost host where no spare is left", low=0)
+    wait_s: int = knob(
+        1800, "how long to wait for a lost host where no spare is left", low=0, high=LONG
+    )
     shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
-    host_failures: int = knob(3, "failures within a day that bar a host from the run", low=1)
+    host_failures: int = knob(
+        3, "failures within a day that bar a host from the run", low=1, high=2**20
+    )
 
 
 @dataclass(frozen=True)
 class Watch:
     """Seconds that a rank may be silent before its life is ended as hung; 0 = for ever."""
 
-    start_s: int = knob(3600, "from the start of the process, and in its first steps", low=0)
-    load_s: int = knob(3600, "while a checkpoint is loaded", low=0)
-    step_s: int = knob(240, "in a step, or step_factor usual ones where that is longer", low=0)
-    step_factor: float = knob(10.0, "see step_s", low=1)
-    evaluate_s: int = knob(1800, "in an evaluation", low=0)
-    save_s: int = knob(1800, "in a save", low=0)
-    end_s: int = knob(1800, "after the last step", low=0)
-    grace_s: int = knob(300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1)
+    start_s: int = knob(
+        3600, "from the start of the process, and in its first steps", low=0, high=LONG
+    )
+    load_s: int = knob(3600, "while a checkpoint is loaded", low=0, high=LONG)
+    step_s: int = knob(
+        240, "in a step, or step_factor usual ones where that is longer", low=0, high=LONG
+    )
+    step_factor: float = knob(10.0, "see step_s", low=1, high=1e6)
+    evaluate_s: int = knob(1800, "in an evaluation", low=0, high=LONG)
+    save_s: int = knob(1800, "in a save", low=0, high=LONG)
+    end_s: int = knob(1800, "after the last step", low=0, high=LONG)
+    grace_s: int = knob(
+        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
+    )
 
 
 @dataclass(frozen=True)
@@ -369,6 +401,13 @@ class Recipe:
     )
     seq_len: int = knob(
         REQUIRED, "tokens the model sees at once", unit="tokens", low=1, high=2**31 - 1
+    )
+    seq_len_warmup: Any = knob(
+        None,
+        "[[data step, tokens], ...] from step 0, up to seq_len: shorter sequences first; each of"
+        " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
+        " null = none",
+        unit="tokens",
     )
     batch_tokens: Any = knob(
         REQUIRED,

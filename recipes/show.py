@@ -9,7 +9,6 @@ computes nothing itself; the numbers are those that the launcher and the run use
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -17,17 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.schedule import read_schedule
+from data.schedule import Schedule, schedule_of
 from data.sources import drawn
 from data.stream import open_stream
+from model.cost import flops_per_token
 from parallel.layout import most_parameters
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
-from runtime.state_bytes import ON_HOST, state_bytes
+from runtime.state_bytes import ON_HOST, of_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -35,7 +36,7 @@ GIB = 2**30
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m recipes.show`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make show", description=__doc__)
+    parser = Parser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_words(parser, "+", "recipe, then overrides")
@@ -52,11 +53,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    composed = compose(dish, overrides)
+    composed = compose(dish, overrides, ds_problems)
     recipe = composed.recipe
-    axes = recipe.parallel
-    world = world or axes.tensor * axes.pipeline * axes.context
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    world = world or recipe.parallel.model_ranks
+    schedule = schedule_of(recipe)
     settled = settle(recipe, world, schedule)
     confirm(settled.config)
     sources, refused = usage(recipe, schedule, settled.last_step)
@@ -65,7 +65,7 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
         "recipe_origins": composed.origins,
         "layout": settled.layout.as_dict(),
         "layout_text": settled.layout.describe(),
-        "run": length(settled, schedule.tokens_after(settled.total_steps)),
+        "run": length(recipe, settled, schedule),
         "ds_config": settled.config,
         "ds_origins": ds_origins(composed, settled),
         "optimizer_class": settled.engine.optimizer_class,
@@ -75,8 +75,10 @@ def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> di
     }
 
 
-def length(settled: Settled, tokens: int) -> dict[str, Any]:
+def length(recipe: Recipe, settled: Settled, schedule: Schedule) -> dict[str, Any]:
     """Size of the model and of the run."""
+    by_length = schedule.tokens_by_length(settled.total_steps)
+    tokens = sum(by_length.values())
     return {
         "parameters": settled.num_parameters,
         "steps": settled.total_steps,
@@ -84,7 +86,10 @@ def length(settled: Settled, tokens: int) -> dict[str, Any]:
         "warmup_steps": settled.warmup_steps,
         "tokens": tokens,
         "tokens_per_parameter": tokens / settled.num_parameters,
-        "flops": settled.flops_per_token * tokens,
+        "flops": sum(
+            flops_per_token(recipe.model, size) * tokens for size, tokens in by_length.items()
+        ),
+        "warmed_up": {str(size): tokens for size, tokens in by_length.items()},
     }
 
 
@@ -100,17 +105,7 @@ def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
 def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
     """Bytes of training state per parameter of one rank's share, and in all."""
     layout, engine = settled.layout, settled.engine
-    parts = state_bytes(
-        engine.stage,
-        recipe.precision,
-        engine.grad_dtype,
-        # A pipeline reduces after its last pass, also where there is only one.
-        layout.accumulates or layout.pipeline > 1,
-        engine.is_immediate,
-        layout.zero_ranks,
-        engine.is_offloaded,
-        recipe.optim.name,
-    )
+    parts = of_layout(recipe, layout, engine)
     share = most_parameters(recipe.model, layout)
     return {
         "bytes_per_parameter": parts,
@@ -175,6 +170,7 @@ def text(shown: dict[str, Any]) -> str:
         f"  {run['parameters']:,} parameters, {run['steps']:,} steps, {run['tokens']:,} tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
+        *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",
         f"DeepSpeed JSON (builds {shown['optimizer_class']})",
@@ -206,6 +202,15 @@ def _state(state_: dict[str, Any]) -> str:
     if state_["copy_gib"]:
         shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
     return shown
+
+
+def _warmed_up(by_length: dict[str, int]) -> list[str]:
+    if len(by_length) < 2:
+        return []
+    shown = ", ".join(
+        f"{scaled(tokens)} in sequences of {size}" for size, tokens in by_length.items()
+    )
+    return [f"  tokens by length of what the model sees at once: {shown}"]
 
 
 def _source(use: dict[str, Any]) -> str:

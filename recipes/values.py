@@ -7,6 +7,7 @@ anything. Every folder has these names from `recipes.schema`.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import shlex
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ MANY = 2**40  # tokens, steps
 WIDE = 2**24  # sizes of a model
 # No count in training has more digits; "1e999999999" would fill the memory as an int.
 LARGEST_EXPONENT = 30
+ALIKE = 0.67  # `dropout` is not `recompute` (0.65); `16` may be `bf16`
+LONGEST_SHOWN = 200  # characters of a value in a message
 
 
 class UserError(ValueError):
@@ -76,6 +79,15 @@ def as_float(value: Any) -> float:
     return number
 
 
+def as_written(value: Any) -> str:
+    """A value in the notation of recipes, for messages: null, true, [a, 1]; long ones cut."""
+    if isinstance(value, str | float):
+        text = repr(value)
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str).replace('"', "")
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
 def read_ranks(variable: str, text: str) -> int:
     """A number of ranks given as text. Raises UserError that names the `variable`."""
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
@@ -115,11 +127,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return last + 0.05 * _likeness(name, full), -len(full)
 
     best = max(known, key=likeness, default=None)
-    return f"; did you mean {best}?" if best and likeness(best)[0] >= 0.6 else "."
+    return f"; did you mean {best}?" if best and likeness(best)[0] >= ALIKE else "."
 
 
 def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def knob(

@@ -1,7 +1,7 @@
 """Micro-batches on their way to the device, and small arrays on their way between ranks.
 
-The one rule: no copy here waits for the device. Tensors are pinned first on CUDA, so the copy to it
-is asynchronous.
+The one rule: no copy to the device waits for it. Tensors are pinned first on CUDA, so the copy is
+asynchronous.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def to_device(batch: Any, device: torch.device) -> dict[str, Any]:
 
 
 def gather_hashes(local: np.ndarray, device: torch.device) -> np.ndarray:
-    """Every rank's 64-bit hashes, in rank order: uint64 (n,) -> (ranks, n). A collective call."""
+    """Every rank's 64-bit hashes, in rank order: uint64 (n,) -> (ranks, n). A collective call that
+    waits for the device, which `data.collect` makes every few steps."""
     mine = torch.from_numpy(local.view(np.int64)).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)

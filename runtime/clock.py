@@ -1,14 +1,15 @@
 """Where the time of a step goes, without making the device wait.
 
     step N:   | data | compute | optimizer | eval | save | data | ...     : step N+1
-              ^                                          ^
-           finish()         with phase(name)          finish()         the rest is `other`
+              ^                                   ^
+           finish()         with phase(name)   finish()                the rest is `other`
 
 One rule: stamps are taken now and read late. On a GPU a stamp is a CUDA event in the current
 stream, and `finish()` hands back a `Span` that is read one step later, when the device has passed
 it: no stamp costs a synchronisation. Differences are then the device's own time line (`data_s` is
 how long it stood idle for want of a batch). On a CPU a stamp is the clock itself.
 
+A save begins when its step is on record: its seconds are in the event `saved`, in no step's line.
 Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation and
 saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed.
 """

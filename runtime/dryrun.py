@@ -12,7 +12,6 @@ nothing. Units: elements, GiB.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -26,20 +25,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.schedule import read_schedule
-from model.cost import BYTES, activation_bytes, blocks_recomputed
+from data.schedule import schedule_of
+from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
 from model.decoder import Decoder
 from parallel import tensor
 from parallel.layout import Coordinates, Layout
 from parallel.mesh import Mesh, forget_groups, make_mesh, members
-from recipes.command import add_words, refuse, words_of
+from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError, read_ranks
 from recipes.table import scaled, table
 from runtime import engine
 from runtime.engine_check import confirm
+from runtime.engine_config import ds_problems
 from runtime.settle import Settled, settle
-from runtime.state_bytes import state_bytes
+from runtime.state_bytes import of_layout
 
 GIB = 2**30
 META = torch.device("meta")
@@ -47,7 +47,7 @@ META = torch.device("meta")
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m runtime.dryrun`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make dryrun", description=__doc__)
+    parser = Parser(prog="make dryrun", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -66,11 +66,9 @@ def collect(
     dish: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
 ) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    recipe = compose(dish, overrides).recipe
-    axes = recipe.parallel
-    ranks = axes.tensor * axes.pipeline * axes.context
-    ranks = ranks if world is None else read_ranks("WORLD", world)
-    settled = settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+    recipe = compose(dish, overrides, ds_problems).recipe
+    ranks = recipe.parallel.model_ranks if world is None else read_ranks("WORLD", world)
+    settled = settle(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(settled.config)
     join_fake(number, ranks)
@@ -170,19 +168,9 @@ def memory(
     """GiB of one rank by kind."""
     layout, made = settled.layout, settled.engine
     own = sum(parameter.numel() for _, parameter in parameters)
-    states = state_bytes(
-        made.stage,
-        recipe.precision,
-        made.grad_dtype,
-        layout.accumulates or layout.pipeline > 1,
-        made.is_immediate,
-        layout.zero_ranks,
-        made.is_offloaded,
-        recipe.optim.name,
-    )
     bucket = made.json["zero_optimization"].get("reduce_bucket_size", 0)
     width = {"fp32": 4, "bf16": 2}[made.json["communication_data_type"]]
-    found = {name: value * own for name, value in states.items()}
+    found = {name: value * own for name, value in of_layout(recipe, layout, made).items()}
     found["reduction bucket"] = bucket * width
     found |= activations(recipe, layout, mesh.place)
     return {name: value / GIB for name, value in found.items()}
@@ -196,8 +184,7 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
     shape = dataclasses.replace(
         recipe.model,
         num_hidden_layers=blocks,
-        head_dim=recipe.model.head_dim
-        or recipe.model.hidden_size // recipe.model.num_attention_heads,
+        head_dim=head_dim(recipe.model),
         num_attention_heads=recipe.model.num_attention_heads // parts,
         num_key_value_heads=recipe.model.num_key_value_heads // parts,
         intermediate_size=recipe.model.intermediate_size // parts,

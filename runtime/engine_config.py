@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import Recipe, UserError, as_float, as_int, did_you_mean
+from recipes.schema import Recipe, UserError, as_float, as_int, as_written, did_you_mean
 from runtime import strict_json
-from runtime.engine_keys import FIXED, FIXED_IN_PIPELINE, KEYS, NO_STAGE, NVME, OWNED, refusal
+from runtime.engine_keys import (
+    DTYPES,
+    FIXED,
+    FIXED_IN_PIPELINE,
+    KEYS,
+    NO_STAGE,
+    NVME,
+    OWNED,
+    refusal,
+)
 from runtime.engine_rules import (
     ACCUM_DTYPE,
     COMM_DTYPE,
@@ -104,7 +113,7 @@ def load_preset(zero: int | str) -> Preset:
     except ValueError:
         number = 0
     if number not in (1, 2, 3):
-        raise UserError(f"{shown}: zero_optimization.stage={stage!r}: {NO_STAGE}")
+        raise UserError(f"{shown}: zero_optimization.stage={as_written(stage)}: {NO_STAGE}")
     return Preset(shown, content, number)
 
 
@@ -142,6 +151,16 @@ def engine_config(
     )
 
 
+def ds_problems(ds: dict[str, Any]) -> list[str]:
+    """Those problems of `ds.*` that no layout is needed for: names, types and ranges.
+
+    For a recipe that is refused anyway, so that a person sees everything at once.
+    """
+    flat = {key: (value, f"ds.{key}") for key, value in _flat(ds) if value not in (AUTO, None)}
+    bad, _ = _check_leaves(flat, FIXED)
+    return [*_misshapen(ds, "ds."), *bad]
+
+
 def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[str]:
     """Problems of empty blocks and of names with a dot, which have no leaves of their own."""
     for key, value in tree.items():
@@ -169,7 +188,8 @@ def _merge(preset: Preset, ds: dict[str, Any], problems: list[str]) -> Leaves:
         if key == STAGE and value != AUTO and not equal(value, preset.stage):
             instead = NO_STAGE if equal(value, 0) else f"set zero={value} instead"
             problems.append(
-                f"{origin}={value!r} contradicts {preset.shown}, stage {preset.stage}; {instead}"
+                f"{origin}={as_written(value)} contradicts {preset.shown}, stage {preset.stage};"
+                f" {instead}"
             )
             continue
         if value is None and is_part_of(STAGE, key):
@@ -205,9 +225,14 @@ def _fill_owned(
     for key, (value, origin) in values.items():
         given, where = leaves.get(key, (AUTO, ""))
         if given != AUTO and not equal(given, value):
+            try:
+                _typed(key, given)
+                what = f"contradicts {as_written(value)} ({origin})"
+            except ValueError as error:
+                what = str(error)
             problems.append(
-                f"{shown(key, given, where)} contradicts {value} ({origin}); the recipe owns it"
-                f' ({OWNED[key]}): remove it, or set it to "auto"'
+                f"{shown(key, given, where)} {what}; the recipe owns it ({OWNED[key]}): remove it,"
+                ' or set it to "auto"'
             )
         leaves[key] = (value, origin)
 
@@ -219,8 +244,9 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixe
     dtype = ("fp32" if sums else "bf16", f"recipe: {reason if sums else 'no accumulation'}")
     if leaves.get(ACCUM_DTYPE, (AUTO, ""))[0] == AUTO:
         leaves[ACCUM_DTYPE] = dtype
+    given = leaves[ACCUM_DTYPE][0]
     if leaves.get(COMM_DTYPE, (AUTO, ""))[0] == AUTO:
-        leaves[COMM_DTYPE] = (leaves[ACCUM_DTYPE][0], "as data_types")
+        leaves[COMM_DTYPE] = (given if given in DTYPES else dtype[0], "as data_types")
     for key, (value, reason) in fixed.items():
         if leaves.get(key, (AUTO, ""))[0] == AUTO:
             leaves[key] = (value, f"always: {reason}")
@@ -277,13 +303,16 @@ def _typed(key: str, value: Any) -> Any:
         value = as_float(value)
     elif not isinstance(value, rule.kind):
         wanted = {bool: "true or false", str: "text", list: "a list"}[rule.kind]
-        raise ValueError(f"is not {wanted}")
+        more = ", but text; remove the quotes" if value in ("true", "false") else ""
+        raise ValueError(f"is not {wanted}{more}")
     for item in value if rule.kind is list else [value]:
         if rule.choices and item not in rule.choices:
             which = f"has {item!r}, which" if rule.kind is list else ""
             raise ValueError(f"{which} is not one of {', '.join(rule.choices)}".strip())
     if rule.low is not None and value < rule.low:
         raise ValueError(f"must be at least {rule.low}")
+    if rule.high is not None and value > rule.high:
+        raise ValueError(f"must be at most {rule.high}")
     return value
 
 

@@ -32,6 +32,7 @@ class Key:
     kind: type
     meaning: str
     low: float | None = None
+    high: float | None = None
     choices: tuple[Any, ...] = ()
     readers: tuple[str, ...] = (ZERO_12, BF16, ZERO_3)
 
@@ -41,8 +42,8 @@ class Key:
         return tuple(sorted({stage for name in self.readers for stage in STAGES[name]}))
 
 
-def _zero(kind: type, meaning: str, low: float | None = None) -> Key:
-    return Key(kind, meaning, low=low, readers=(ZERO_12, ZERO_3))
+def _zero(kind: type, meaning: str, low: float | None = None, high: float | None = None) -> Key:
+    return Key(kind, meaning, low=low, high=high, readers=(ZERO_12, ZERO_3))
 
 
 def _zero12(kind: type, meaning: str) -> Key:
@@ -50,7 +51,7 @@ def _zero12(kind: type, meaning: str) -> Key:
 
 
 def _zero3(kind: type, meaning: str, low: float | None = 0, choices: tuple[str, ...] = ()) -> Key:
-    return Key(kind, meaning, low if kind is int else None, choices, (ZERO_3,))
+    return Key(kind, meaning, low if kind is int else None, None, choices, (ZERO_3,))
 
 
 DTYPES = ("fp32", "bf16")
@@ -75,7 +76,9 @@ KEYS: dict[str, Key] = {
     "gradient_clipping": Key(float, "largest global gradient norm; 0 = none", low=0),
     "communication_data_type": Key(str, "type in which gradients are reduced", choices=DTYPES),
     "prescale_gradients": Key(bool, "divide gradients before the reduction, not after"),
-    "gradient_predivide_factor": Key(float, "part of the division done before it", low=1),
+    "gradient_predivide_factor": Key(
+        float, "part of the division done before it", low=1, high=2**20
+    ),
     "disable_python_gc": Key(bool, "no garbage collection while stepping"),
     "memory_breakdown": Key(bool, "print memory before and after each pass and step"),
     "log_level": Key(str, "DeepSpeed's log level", choices=("debug", "info", "warning", "error")),
@@ -89,7 +92,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.stage": Key(int, "what is cut: 1 optimizer, 2 + gradients, 3 + weights"),
     "zero_optimization.contiguous_gradients": _zero(bool, "copy gradients into one buffer"),
     "zero_optimization.reduce_scatter": _zero(bool, "each rank receives only its part"),
-    "zero_optimization.reduce_bucket_size": _zero(int, "gradients per reduction", low=1),
+    "zero_optimization.reduce_bucket_size": _zero(
+        int, "gradients per reduction; memory is taken for all of them", low=1, high=10**10
+    ),
     "zero_optimization.use_multi_rank_bucket_allreduce": _zero12(
         bool, "one all-reduce per bucket instead of one reduce per owner"
     ),

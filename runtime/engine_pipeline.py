@@ -39,6 +39,7 @@ class PipelineEngine(plain.Engine):
         # One micro-batch per step is what DeepSpeed divides by; see the rule above.
         ds.set_train_batch_size(mesh.layout.micro_batch * mesh.layout.data)
         self._before_optimizer: Callable[[], Any] = lambda: None
+        self._shape: torch.Size | None = None  # of the micro-batches of the last step
         step = ds._INSTRUCTION_MAP[OptimizerStep]
 
         def timed_step(ds: Any, **keywords: Any) -> None:
@@ -57,6 +58,10 @@ class PipelineEngine(plain.Engine):
     ) -> plain.StepResult:
         """As in `Engine`; the whole schedule counts as compute, with waiting for other stages."""
         self.ds.micro_batches = len(micro_batches)
+        shape = micro_batches[0]["input_ids"].shape
+        if shape != self._shape:  # the sequence length grew: stages exchange shapes anew
+            self.ds.reset_activation_shape()
+            self._shape = shape
         items = self.model.begin(micro_batches, targets, self.layout.data)
         with contextlib.ExitStack() as open_phase:
 

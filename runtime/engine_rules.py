@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.schema import Recipe, as_float
+from recipes.schema import Recipe, as_float, as_written
 from runtime.engine_keys import BF16, KEYS, ZERO_3, ZERO_12
 
 ZERO = "zero_optimization"
@@ -86,7 +86,8 @@ def named(key: str, origin: str) -> str:
 
 def shown(key: str, value: Any, origin: str) -> str:
     """The same, with its value."""
-    return f"ds.{key}={value!r}" if is_override(origin) else f"{key}={value!r} ({origin})"
+    written = as_written(value)
+    return f"ds.{key}={written}" if is_override(origin) else f"{key}={written} ({origin})"
 
 
 def is_override(origin: str) -> bool:
@@ -166,8 +167,8 @@ def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
         ]
     if size > 1 and value_of(leaves, OFFLOAD, "none") != "none":
         problems.append(
-            f"{OFFLOAD} with parallel.pipeline={size}: DeepSpeed 0.19.8 drops the gradient of tied"
-            " weights there; use zero=pipeline"
+            f"{shown(OFFLOAD, *leaves[OFFLOAD])} with parallel.pipeline={size}: DeepSpeed 0.19.8"
+            " drops the gradient of tied weights there; remove it, or use zero=pipeline"
         )
     return problems
 

@@ -52,8 +52,10 @@ def fill_owned(
         stop = min(start + part.numel(), math.prod(shape))
         width = math.prod(shape[1:])
         first_row, end_row = above + start // width, above - (-stop // width)
-        # In whole blocks, because each block of random weights is drawn as one.
-        for low in range(first_row // BLOCK_ROWS * BLOCK_ROWS, end_row, BLOCK_ROWS):
+        # In whole blocks, because each block of random weights is drawn as one. The last parts of a
+        # weight that is cut into many may be padding alone.
+        lows = range(first_row // BLOCK_ROWS * BLOCK_ROWS, end_row, BLOCK_ROWS)
+        for low in lows if start < stop else ():
             rows = slice(max(low, first_row), min(low + BLOCK_ROWS, end_row))
             drawn = draw(name, shard.full, seed, config, rows)
             drawn = (drawn[:, columns] if drawn.ndim > 1 else drawn).flatten()

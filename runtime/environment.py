@@ -17,10 +17,11 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from checkpoint.durable import replace_file
+from checkpoint.history import now
 from recipes.redaction import redact, redacted, secret_values
 from runtime.run_folder import device_name, processor, versions
 
@@ -112,22 +113,16 @@ def short_hash(path: Path) -> str | None:
         return None
 
 
-def record(folder: Path, now: dict[str, Any], segment: int, after_step: int) -> None:
+def record(folder: Path, found: dict[str, Any], segment: int, after_step: int) -> None:
     """Put the conditions of a start on record, unless they are those of the segment's last one."""
     known = read(folder)
     same = [entry for entry in known if entry.get("segment") == segment][-1:]
-    plain = redacted(json.loads(json.dumps(now)), secret_values(os.environ))
+    plain = redacted(json.loads(json.dumps(found)), secret_values(os.environ))
     if same and conditions(same[0]) == plain:
         return
-    began = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    place = {"segment": segment, "after_step": after_step, "began": began}
+    place = {"segment": segment, "after_step": after_step, "began": now()}
     text = json.dumps({**plain, **place, "earlier": known}, indent=2) + "\n"
-    new = folder / f".{FILE}.new"
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, folder / FILE)
+    replace_file(folder / FILE, text.encode())
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from checkpoint.lineage import lineage, read
 
 # field of a metrics line -> (tag, what it is). TensorBoard sorts by tag and makes one group per
-# word before the slash.
+# word before the slash; no group sorts before the loss, which is what people open the page for.
 SERIES = {
     "loss": ("loss/train", "mean cross-entropy per target token of the step's global batch, nats"),
     "val_loss": (
@@ -52,20 +52,24 @@ SERIES = {
     "device_memory_gib": ("memory/device_gib", "peak allocated on rank 0's device so far, GiB"),
     "host_memory_gib": ("memory/host_gib", "peak resident memory of rank 0's process so far, GiB"),
     "communication_mib": (
-        "communication/mib_per_step",
+        "traffic/mib_per_step",
         "payload of the step's collectives as rank 0 sees them, MiB",
     ),
     "grad_norm": ("optimizer/grad_norm", "global gradient norm before clipping"),
     "lr": ("optimizer/lr", "learning rate of the step"),
     "tokens": ("progress/tokens", "tokens consumed so far, all ranks"),
     "tokens_per_step": ("progress/tokens_per_step", "tokens of the step, all ranks"),
+    "seq_len": ("progress/seq_len", "tokens that the model sees at once, while it is warmed up"),
     "accumulation": ("progress/accumulation", "micro-batches per rank and step"),
     "skipped_steps": (
         "progress/skipped_steps",
-        "steps so far whose update was skipped (non-finite)",
+        "steps so far that did not move the weights",
     ),
     "life": ("progress/life", "process start that trained the step: it rises at each restart"),
-    "tokens_per_s": ("throughput/tokens_per_s", "all ranks; evaluation and saves excluded"),
+    "tokens_per_s": (
+        "throughput/tokens_per_s",
+        "all ranks; evaluation and saves excluded; low in the first step of a life, which warms up",
+    ),
     "tokens_per_s_per_rank": ("throughput/tokens_per_s_per_rank", "evaluation and saves excluded"),
     "mfu": (
         "throughput/mfu",
@@ -76,24 +80,23 @@ SERIES = {
     "compute_s": ("time/compute_s", "seconds in forward and backward, all micro-batches"),
     "optimizer_s": ("time/optimizer_s", "seconds in the optimizer step"),
     "other_s": ("time/other_s", "seconds of the step outside data, compute and optimizer"),
-    "checkpoint_gib": ("checkpoint/size_gib", "size of the checkpoint of this step, GiB"),
-    "checkpoint_s": ("checkpoint/save_s", "seconds from the start of the save to its commit"),
-    "checkpoint_stall_s": ("checkpoint/stall_s", "seconds that training stood still for it"),
-    "checkpoint_gib_per_s": ("checkpoint/gib_per_s", "size / seconds of the save, all ranks"),
+    "checkpoint_gib": ("saves/size_gib", "size of the checkpoint of this step, GiB"),
+    "checkpoint_s": ("saves/save_s", "seconds from the start of the save to its commit"),
+    "checkpoint_stall_s": ("saves/stall_s", "seconds that training stood still for it"),
+    "checkpoint_gib_per_s": ("saves/gib_per_s", "size / seconds of the save, all ranks"),
     "goodput_useful": (
-        "goodput/useful",
+        "wall_clock/goodput",
         "share of the wall clock since the first life, 0..1: steps whose update is in the weights",
     ),
-    "goodput_redone": ("goodput/redone", "share: steps trained again later"),
-    "goodput_stall": ("goodput/stall", "share: training waited for a save or a batch"),
+    "goodput_redone": ("wall_clock/redone", "share: steps trained again later"),
+    "goodput_stall": ("wall_clock/stall", "share: training waited for a save or a batch"),
     "goodput_restart": (
-        "goodput/restart",
+        "wall_clock/restart",
         "share: from a failure to training again (detect, restart, start, load)",
     ),
-    "save_s": ("time/save_s", "seconds of the save after the step"),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }
-ONLY_WHEN_ANY = ("save_s", "eval_s")  # a zero at every other step would only hide the points
+ONLY_WHEN_ANY = ("eval_s",)  # a zero at every other step would only hide the points
 
 # field of a summary -> (tag, column of the hyper-parameters tab, which shows five at once)
 RESULTS = {
@@ -110,8 +113,9 @@ RESULTS = {
 # by name, those marked as differing first.
 NUM_SHOWN = 5
 
-# The custom-scalars page: category -> chart title -> series. One series per chart: the lines of a
-# chart are then runs, each in its colour.
+# The custom-scalars page: category -> chart title -> series, a regular expression. One series per
+# chart: the lines of a chart are then runs, each in its colour. Only those of GPUs and ranks share
+# one, so that the odd one out is seen.
 PAGE = {
     "Speed and learning": {
         "Throughput, tokens/s over all ranks": "throughput/tokens_per_s",
@@ -120,7 +124,7 @@ PAGE = {
         "Training loss, nats per token": "loss/train",
         "Validation loss, nats per token": "loss/validation",
         "Gradient norm before clipping": "optimizer/grad_norm",
-        "Communication of rank 0, MiB per step": "communication/mib_per_step",
+        "Communication of rank 0, MiB per step": "traffic/mib_per_step",
     },
     "Where the seconds of a step go": {
         "Step, s": "time/step_s",
@@ -131,9 +135,17 @@ PAGE = {
     },
     "Outside the step": {
         "Evaluation, s": "time/eval_s",
-        "Save, s": "time/save_s",
+        "Training stood still for the save, s": "saves/stall_s",
+        "Goodput: share of the wall clock in steps that count": "wall_clock/goodput",
+    },
+    "The machines": {
+        "Own work of each rank, s per step": "rank/.+/own_s",
+        "GPU temperature, C": "node/.+/temperature_c",
+        "GPU power, W": "node/.+/power_w",
+        "GPU clock, MHz": "node/.+/sm_clock_mhz",
     },
 }
+FAMILIES = ("rank", "node")  # series that only some runs have, known when their first point comes
 
 
 def segment_folder(run_folder: Path, segment: int) -> Path:
@@ -190,17 +202,25 @@ class EventFiles:
             ],
         )
 
-    def page(self, without: Collection[str] = ()) -> None:
-        """Write the custom-scalars page, without the charts of fields that are not recorded."""
-        empty = {SERIES[field][0] for field in without}
+    def page(self, step: int = 0, *, without: Collection[str] = ()) -> None:
+        """Write the custom-scalars page, without the charts of fields that are not recorded.
+
+        `without` has fields of SERIES, and FAMILIES. Of several pages the newest is shown.
+        """
+        families = tuple(f"{name}/" for name in FAMILIES if name in without)
+        empty = {SERIES[field][0] for field in without if field in SERIES}
         layout = layout_pb2.Layout()
         for category, charts in PAGE.items():
-            drawn = {title: tag for title, tag in charts.items() if tag not in empty}
+            drawn = {
+                title: tag
+                for title, tag in charts.items()
+                if tag not in empty and not tag.startswith(families)
+            }
             group = layout.category.add(title=category) if drawn else None
             for title, tag in drawn.items():
-                group.chart.add(title=title).multiline.tag.append(f"^{re.escape(tag)}$")
+                group.chart.add(title=title).multiline.tag.append(f"^{tag}$")
         self._text_like(
-            0,
+            step,
             page_metadata.CONFIG_SUMMARY_TAG,
             layout.SerializeToString(),
             page_metadata.create_summary_metadata(),

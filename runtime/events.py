@@ -29,7 +29,9 @@ def line_of(event: Mapping[str, Any]) -> str:
 
 
 def plain_text(event: Mapping[str, Any]) -> str:
-    """The fields of an event as `name value`, what is unknown left out."""
+    """What an event says in words; else its fields as `name value`, what is unknown left out."""
+    if event.get("text"):  # its fields say the same again, for programs
+        return event["text"] + (f" (step {event['step']})" if event.get("step") else "")
     known = {name: value for name, value in event.items() if name not in COMMON}
     return ", ".join(
         f"{name} {plain(value)}" for name, value in known.items() if value not in (None, {}, [])
@@ -40,7 +42,9 @@ def plain(value: Any) -> str:
     """A value in few letters."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(plain, value))}]"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def began_text(event: Mapping[str, Any]) -> str:
@@ -77,7 +81,19 @@ def life_text(event: Mapping[str, Any]) -> str:
     )
 
 
-TEXTS = {"began": began_text, "saved": saved_text, "life": life_text}
+def end_text(event: Mapping[str, Any]) -> str:
+    """Training ended in good order."""
+    known = dict(event)
+    is_saved, peaks_gib = known.pop("is_saved", None), known.pop("peak_memory_gib", None) or []
+    text = [plain_text(known), {True: "saved", False: "not saved", None: ""}[is_saved]]
+    most = max((peak for peak in peaks_gib if peak is not None), default=None)
+    text += [f"at most {most:.2f} GiB a rank"] if most is not None else []
+    return ", ".join(filter(None, text))
+
+
+TEXTS = {"began": began_text, "saved": saved_text, "life": life_text} | dict.fromkeys(
+    ("finished", "stopped", "preempted", "interrupted"), end_text
+)
 
 
 def chosen(events: Iterable[Mapping[str, Any]], kinds: set[str]) -> list[str]:

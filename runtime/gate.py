@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.fragments import create_states
-
 # BF16_Optimizer links its states after its first update, which may be one that is refused.
 LINKED = "_hp_optimizer_states_linked"
 
@@ -70,5 +68,7 @@ class Gate:
             loss, norm = seen.tolist()
             self._answer = self._question(loss, norm)
             if not self._answer and not getattr(self._ds.optimizer, LINKED, True):
+                from checkpoint.fragments import create_states  # imports deepspeed
+
                 create_states(self._ds)
         return self._answer

@@ -217,7 +217,9 @@ def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
     ]
     rows.append(["total", f"{whole_s:,.1f}", f"{sum(part.values()):.1%}", ""])
     head = (
-        f"{name}: {duration(whole_s)} of wall clock, {len(lives)} lives, {failures} failures,"
+        f"{name}: {duration(whole_s)} of wall clock, {len(lives)}"
+        f" {'life' if len(lives) == 1 else 'lives'},"
+        f" {failures} failure{'' if failures == 1 else 's'},"
         f" goodput {part['useful']:.1%}"
     )
     return head, rows

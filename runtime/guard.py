@@ -25,10 +25,14 @@ class Batch(Protocol):
     step: int
     data_step: int
     is_update: bool
+    length: int
+    is_cut: bool
 
 
 class Guard:
-    """Judges each step of a life. `sequences_at(step)` is the size of its global batch."""
+    """Judges each step of a life. `sequences_at(d + 1)` is the size of the global batch of
+    data step d.
+    """
 
     def __init__(
         self,
@@ -76,7 +80,8 @@ class Guard:
     def regime(self, data: Batch) -> str:
         """What a step's batch is made of; numbers of another regime say nothing about this one."""
         weights = (f"{uid}={s.weight_at(data.data_step):g}" for uid, s in self._sources.items())
-        return f"{self._sequences_at(data.step)} x {' '.join(weights)}"
+        cut = f" cut to {data.length}" if data.is_cut else ""
+        return f"{self._sequences_at(data.data_step + 1)} x {' '.join(weights)}{cut}"
 
 
 def rewinds_by_policy(folder: Path, comm: Comm) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import Cluster, UserError
 from runtime import process
 
@@ -42,13 +43,13 @@ def main(arguments: list[str]) -> int:
             out.write_text(json.dumps(result))
     except UserError as error:
         process.report(error)
-        return 93
+        return DO_NOT_RETRY
     except OSError as error:
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     finally:
         process.finish()
-    return 0
+    return FINISHED
 
 
 def check_sum(me: process.Process) -> list[int]:
@@ -66,14 +67,13 @@ def measure_pairs(me: process.Process) -> Speeds:
     """MiB/s between every two hosts, measured by the first rank of each; the same on all ranks."""
     hosts = me.world // me.local_world
     host = me.rank // me.local_world
-    table = torch.zeros(hosts, hosts, dtype=torch.float64)
+    table = torch.zeros(hosts, hosts)
     for pairs in rounds(hosts):
         other = next((a + b - host for a, b in pairs if host in (a, b)), None)
         if me.local_rank == 0 and other is not None:
             speed = exchange(me, other * me.local_world, host < other)
             table[min(host, other), max(host, other)] = speed
         dist.barrier()
-    table = table.to(me.device if me.device.type == "cpu" else torch.float32)
     table = table.to(me.device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return {(a, b): float(table[a, b]) for a in range(hosts) for b in range(a + 1, hosts)}

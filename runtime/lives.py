@@ -14,7 +14,7 @@ import datetime
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from runtime import records
 
 # The start that a rank belongs to; the launcher sets it and finds its own life by it.
 LAUNCH = "PRETRAIN_LAUNCH"
-TAIL_BYTES = 1 << 16  # more than one line of metrics
 # Events of rank 0 that say how its life ended, and the cause that they stand for.
 ENDINGS = {
     "finished": "finished",
@@ -31,7 +30,7 @@ ENDINGS = {
     "interrupted": "stopped",
     "preempted": "preempted",
     "rewound": "rewound",
-    "refused": "refused",
+    "gave_up": "gave_up",
     "failed": "failed",
 }
 
@@ -64,23 +63,11 @@ class Ended:
 
 def mark(folder: Path) -> Mark:
     """How far the run in `folder` has come; zeros where there is nothing yet."""
-    line = last_line(folder / records.METRICS)
+    (line,) = records.last_lines(folder / records.METRICS) or [{}]
     saved = committed(folder / "checkpoints")
     return Mark(
         line.get("segment", 0), line.get("step", 0), saved[-1][0] if saved else 0, line.get("life")
     )
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """The newest whole record of a line file; empty where there is none."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            whole = file.read().split(b"\n")[:-1]
-        return records.parse_line(whole[-1])
-    except (OSError, IndexError, ValueError):
-        return {}
 
 
 def next_number(folder: Path) -> int:
@@ -104,7 +91,9 @@ def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, A
     life = began["life"] if began else next_number(folder)
     own = [event for event in events if event["life"] == life]
     if ended.cause == "finished" and any(event["kind"] == "stopped" for event in own):
-        ended = Ended(**(vars(ended) | {"cause": "stopped"}))
+        ended = replace(ended, cause="stopped")
+    if ended.cause == "refused" and began:  # nobody refused it: it ended for good by itself
+        ended = replace(ended, cause="gave_up")
     fields = vars(ended) | steps_of(folder, began, own)
     fields["seconds"] = seconds_of(ended, began, own)
     del fields["restart_s"], fields["detect_s"]

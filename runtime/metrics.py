@@ -27,7 +27,7 @@ from runtime.clock import StepTimes
 from runtime.device_table import throttle_names
 from runtime.records import DEVICES, METRICS, RANKS, read_metrics
 
-# field of a reading -> what it is; each GPU's series are gpu/<host>/<index>/<field>
+# field of a reading -> what it is; each GPU's series are node/<host>/gpu/<index>/<field>
 GPU_SERIES = {
     "temperature_c": "degrees Celsius",
     "memory_temperature_c": "degrees Celsius, of the memory",
@@ -70,12 +70,13 @@ class MetricsWriter:
         self._tensorboard, self._say = tensorboard, say
         self._file = self._events = self._mirror = None
         self._first_step: int | None = None  # of this life
+        self._uncharted: set[str] = set()  # fields and families without a chart
         for name in (records.EVENTS, DEVICES, RANKS):
             records.repair(self.folder / name, say)
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
         if wandb is not None:
-            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life)
+            self._mirror = mirror.Mirror(wandb, self.folder, self.segment, self.life, say)
         launch = {"launch": os.environ[lives.LAUNCH]} if lives.LAUNCH in os.environ else {}
         self.event(
             "began",
@@ -92,16 +93,14 @@ class MetricsWriter:
         self._close_files()
         path = self.folder / METRICS
         records.repair(path, self._say)
-        removed = records.truncate_after(path, self.segment, after_step)
+        removed, kept = records.truncate_after(path, self.segment, after_step)
         if removed:
             self._say(
                 f"{path}: removed {removed} lines past step {after_step}, to be trained again"
             )
-        before = [
-            line for line in lineage_of(self.folder).own(read_metrics(path))
-            if line["step"] <= after_step
-        ]  # fmt: skip
-        last = max(before, key=lambda line: line["step"], default={})
+        own = lineage_of(self.folder).own(kept)
+        before = [line for line in own if line["step"] <= after_step]
+        last = max(before, key=lambda line: (line["step"], line["life"]), default={})
         self._skipped_steps = last.get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
@@ -121,15 +120,25 @@ class MetricsWriter:
 
         `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
         file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
-        masked. Fields of `unrecorded` get no chart; nor does mfu where the peak is not known.
+        masked. Fields of `unrecorded` get no chart or column; nor does mfu where the peak is not
+        known. Those of GPUs and ranks get one with their first point.
         """
         if self._events is None:
             return
         has_mfu = self._flops_per_token is not None and self._peak_flops is not None
-        self._events.page(without=[*unrecorded, *([] if has_mfu else ["mfu"])])
+        from runtime.event_files import FAMILIES, RESULTS  # see resume()
+
+        self._uncharted = {*unrecorded, *([] if has_mfu else ["mfu"]), *FAMILIES}
+        self._events.page(without=self._uncharted)
         self._events.legend()
-        session = self.folder.name + (f" segment {self.segment}" if self.segment else "")
-        self._events.hyper_parameters(hyper_parameters, session)
+        # The tab shows a dozen letters of it.
+        session = self.folder.name + (f".{self.segment}" if self.segment else "")
+        columns = {
+            field: column
+            for field, column in RESULTS.items()
+            if field.removeprefix("best_") not in self._uncharted
+        }
+        self._events.hyper_parameters(hyper_parameters, session, columns)
         for name, content in texts.items():
             language = Path(name).suffix.lstrip(".")
             fenced = f"```{language}\n{redact(content, secret_values(os.environ)).rstrip()}\n```"
@@ -141,7 +150,7 @@ class MetricsWriter:
         self,
         step: int,
         *,
-        loss: float,
+        loss: float | None,
         grad_norm: float | None,
         lr: float,
         tokens: int,
@@ -152,18 +161,22 @@ class MetricsWriter:
         skipped: bool = False,
         val_loss: float | None = None,
         communication_bytes: Mapping[str, int] | None = None,
+        seq_len: int | None = None,
+        flops_per_token: float | None = None,
     ) -> dict[str, Any]:
         """Record one finished step, in plain numbers read one step late, and return its line.
 
         `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
         on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
-        `communication_bytes` what was counted (runtime.communication), by kind. A tensor is a
+        `communication_bytes` what was counted (runtime.communication), by kind. `seq_len` and
+        `flops_per_token` are those of the step where they change on the way. A tensor is a
         TypeError: reading it here would make the device wait.
         """
         self._skipped_steps += bool(skipped)
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
-        # A step that trained on nothing took no time worth a speed.
-        per_s = speed.tokens_per_s(tokens_per_step, times.step_s) if targets else None
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        if not targets:  # nothing was trained on: no loss, which is not one that is not finite
+            loss = grad_norm = per_s = None
         line = {
             "step": step,
             "segment": self.segment,
@@ -176,13 +189,14 @@ class MetricsWriter:
             "targets": targets,
             "tokens_per_s": per_s,
             "tokens_per_s_per_rank": None if per_s is None else per_s / self.world,
-            "mfu": speed.mfu(per_s, self._flops_per_token, self._peak_flops, self.world),
+            "mfu": speed.mfu(
+                per_s, flops_per_token or self._flops_per_token, self._peak_flops, self.world
+            ),
             "step_s": times.step_s,
             "data_s": times.data_s,
             "compute_s": times.compute_s,
             "optimizer_s": times.optimizer_s,
             "other_s": times.other_s,
-            "save_s": times.save_s,
             "eval_s": times.eval_s,
             "memory_gib": host_gib if device_gib is None else device_gib,
             "host_memory_gib": host_gib,
@@ -194,6 +208,8 @@ class MetricsWriter:
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
+        if seq_len is not None:
+            line["seq_len"] = seq_len
         if communication_bytes is not None:
             line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
             line["communication_bytes"] = dict(communication_bytes)
@@ -222,13 +238,14 @@ class MetricsWriter:
             fields["throttle_names"] = throttle_names(gpu.get("throttle", 0))
             records.record(self.folder / DEVICES, segment=self.segment, life=self.life, **fields)
             if self._events is not None:
-                place = f"gpu/{host}/{gpu['index']:0{width}d}"
+                place = f"node/{host}/gpu/{gpu['index']:0{width}d}"
                 series = {
                     f"{place}/{field}": (gpu[field], meaning)
                     for field, meaning in GPU_SERIES.items()
                     if field in gpu
                 }
                 self._events.points(step, series)
+                self._chart(step, "node")
 
     def ranks(self, step: int, own_s: list[float | None]) -> None:
         """Record own seconds of a step of every rank, in order of rank: a line in ranks.jsonl, and
@@ -244,6 +261,13 @@ class MetricsWriter:
                 if seconds is not None
             }
             self._events.points(step, series)
+            self._chart(step, "rank")
+
+    def _chart(self, step: int, family: str) -> None:
+        """Give a family of series its charts, now that it has a point."""
+        if family in self._uncharted:
+            self._uncharted.remove(family)
+            self._events.page(step, without=self._uncharted)
 
     def card(self, step: int, kind: str, text: str) -> None:
         """Put what somebody should know into TensorBoard's text tab."""
@@ -262,6 +286,10 @@ class MetricsWriter:
         self.event("saved", step=step, **fields)
         if self._events is not None:
             self._events.scalars(step, fields)
+
+    def sync(self) -> None:
+        """Make all lines of steps durable. May be called beside `step`, from another thread."""
+        os.fsync(self._file.fileno())
 
     def finish(self, is_success: bool = True) -> dict[str, Any]:
         """The last call: write the result metrics, close everything, return the summary."""

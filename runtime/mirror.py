@@ -2,13 +2,14 @@
 
 One rule: this project hands W&B no key and writes none; `wandb login` or WANDB_API_KEY is between
 the user and wandb. What it shows is what it reads from the event files (`sync_tensorboard`). Each
-life is one W&B run, grouped by the run's name.
+life is one W&B run, grouped by the run's name. A new run that cannot be mirrored is refused; later
+a service that fails costs the mirror and never the run.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,14 @@ def require_wandb(project: str) -> None:
 class Mirror:
     """A W&B run that follows the event files of one life. Make it before they are opened."""
 
-    def __init__(self, project: str, folder: Path, segment: int, life: int):
+    def __init__(
+        self, project: str, folder: Path, segment: int, life: int, say: Callable[[str], None]
+    ):
         require_wandb(project)
         import wandb
 
+        self._project, self._say = project, say
+        self._run, self._troubles = None, (wandb.Error, OSError, RuntimeError)
         try:
             self._run = wandb.init(
                 project=project,
@@ -41,7 +46,10 @@ class Mirror:
                 dir=str(folder),
                 sync_tensorboard=True,
             )
-        except wandb.Error as problem:
+        except self._troubles as problem:
+            if life > 1:
+                self._go_on_without(problem)
+                return
             raise UserError(
                 f"log.wandb={project}: wandb refused ({problem}); `wandb login`, "
                 "WANDB_MODE=offline, or log.wandb=null"
@@ -56,8 +64,19 @@ class Mirror:
 
     def describe(self, hyper_parameters: Mapping[str, Any]) -> None:
         """Show the hyper-parameters as the W&B run's config."""
-        self._run.config.update(dict(hyper_parameters))
+        self._do(lambda run: run.config.update(dict(hyper_parameters)))
 
     def close(self) -> None:
         """Wait until W&B has read what was written."""
-        self._run.finish()
+        self._do(lambda run: run.finish())
+
+    def _do(self, action: Callable[[Any], Any]) -> None:
+        if self._run is not None:
+            try:
+                action(self._run)
+            except self._troubles as problem:
+                self._go_on_without(problem)
+
+    def _go_on_without(self, problem: Exception) -> None:
+        self._run = None
+        self._say(f"warning: log.wandb={self._project}: {problem}; going on without the mirror")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from checkpoint.lineage import run_folder
-from recipes.command import refuse
+from recipes.command import Parser, refuse
 from recipes.exits import FAILED, FINISHED
 from recipes.schema import UserError, as_float
 from recipes.table import table
@@ -28,7 +28,7 @@ from runtime.stop import stop
 
 def main(arguments: list[str]) -> int:
     """One verb; exit status."""
-    parser = argparse.ArgumentParser(prog="runtime.operate", description="look after a run")
+    parser = Parser(prog="runtime.operate", description="look after a run")
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("run", help="name of a run under runs/, or its folder")
     parser.add_argument("--kind", default="", help="events: only these kinds, by commas")

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
 from runtime import builds, meeting
+from runtime.cores import usable
 from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -91,9 +92,7 @@ def start(cluster: Cluster) -> Process:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(
-            cluster.threads or max(1, len(os.sched_getaffinity(0)) // local_world)
-        )
+        torch.set_num_threads(num_threads(cluster, local_world))
     ports = meeting.ports(os.environ)
     _export(rank, world, local_rank, local_world, ports[0], device)
     options = {}
@@ -154,6 +153,15 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
             " driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
     return torch.device("cpu")
+
+
+def num_threads(cluster: Cluster, local_world: int) -> int:
+    """Threads of this rank: the recipe's, else OMP_NUM_THREADS (which launchers set where nobody
+    has), else its share of the cores."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if cluster.threads is None and chosen.isdecimal() and int(chosen):
+        return int(chosen)
+    return cluster.threads or max(1, usable() // local_world)
 
 
 def visible_gpus() -> list[str]:

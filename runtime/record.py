@@ -11,6 +11,7 @@ runtime.metrics.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from checkpoint.commit import SaveReport
 from checkpoint.epochs import Fenced
 from checkpoint.resume import Change
+from model.cost import flops_per_token
 from recipes.schema import Recipe, UserError
 from runtime import run_folder
 from runtime.alerts import Alerts
@@ -37,9 +39,10 @@ from runtime.settle import Settled
 from runtime.speed import peak_flops
 
 
-class Closable(Protocol):
-    """The ledger, as far as it is used here."""
+class Ledger(Protocol):
+    """`data.ledger.Ledger`, as far as it is used here."""
 
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -64,7 +67,7 @@ class Record:
         recipe: Recipe,
         settled: Settled,
         process: Process,
-        ledger: Closable,
+        ledger: Ledger,
         tokens_after: Callable[[int], int],
         after_step: int,
         segment: int,
@@ -76,6 +79,8 @@ class Record:
         self.console = Console(
             name, settled.last_step, after_step=after_step, every=recipe.log.every
         )
+        self._warms_up = bool(recipe.seq_len_warmup)
+        self._flops_per_token = functools.cache(functools.partial(flops_per_token, recipe.model))
         device = run_folder.device_name(process.device)
         self.writer = MetricsWriter(
             folder,
@@ -119,8 +124,16 @@ class Record:
             skipped=result.skipped,
             val_loss=None if finished.val_loss is None else float(finished.val_loss),
             communication_bytes=finished.communication_bytes,
+            seq_len=data.length if self._warms_up else None,
+            flops_per_token=self._flops_per_token(data.length),
         )
         self.console.step(line)
+
+    def sync(self) -> None:
+        """Make durable what was written of steps: it must outlive a power cut that a checkpoint of
+        a later step outlives."""
+        self.writer.sync()
+        self.ledger.sync()
 
     def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
@@ -140,6 +153,7 @@ class Record:
             else:
                 facts = {"step": step, **one.facts}
                 if one.kind == "notice" or one.is_quiet:
+                    facts |= {"is_quiet": True} if one.is_quiet else {}
                     self.writer.event(one.kind, text=one.text, **facts)
                     if not one.is_quiet:
                         self.console.say(f"warning: {one.text}")
@@ -231,7 +245,9 @@ class Record:
         if isinstance(error, Fenced):  # the record is another life's now
             self.console.close()
             return
-        cause = {UserError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "failed")
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, UserError):
+            cause = "gave_up"  # it had begun, and another start would end alike
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed

@@ -23,9 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from checkpoint.durable import replace_file
 from recipes.redaction import redacted, secret_values
 from recipes.schema import UserError
 
+TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
@@ -118,6 +120,26 @@ def read_line(path: Path, where: str, line: bytes, needed: Collection[str] = ())
     return record
 
 
+def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The newest records of a line file, however long it is, oldest first: at most `most`, and of
+    those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return []
+    _before, *whole = (b"\n" * (size <= TAIL_BYTES) + tail).split(b"\n")[:-1] or [b""]
+    found = []
+    for line in reversed(whole[-most:]):
+        try:
+            found.append(read_line(path, "near its end", line, needed))
+        except UserError:
+            break
+    return found[::-1]
+
+
 def parse_line(line: str | bytes) -> dict[str, Any]:
     """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError."""
 
@@ -130,8 +152,9 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     return record
 
 
-def truncate_after(path: Path, segment: int, step: int) -> int:
-    """Remove the lines of `segment` past `step` from a metrics file, atomically; return how many.
+def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[str, Any]]]:
+    """Remove the lines of `segment` past `step` from a metrics file, atomically; how many they
+    were, and all others.
 
     A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
     stays unique.
@@ -139,14 +162,9 @@ def truncate_after(path: Path, segment: int, step: int) -> int:
     records = read_lines(path, METRICS_HAVE)
     kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
     if len(kept) == len(records):
-        return 0
-    new = path.with_name(path.name + ".new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.writelines(strict_line(record) for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    return len(records) - len(kept)
+        return 0, kept
+    replace_file(path, "".join(map(strict_line, kept)).encode())
+    return len(records) - len(kept), kept
 
 
 def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]:

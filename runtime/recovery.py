@@ -11,6 +11,7 @@ and `health.skip` of them at the least. Units: steps; ranges [first, end) of dat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from typing import Any, NamedTuple
 from checkpoint import history
 from checkpoint.blocks import Damaged
 from checkpoint.manifest import committed, read_manifest, size_problems
+from recipes.redaction import redacted, secret_values
 from recipes.schema import Health as Knobs
 from recipes.schema import UserError
 from runtime.bundle import write_bundle
 from runtime.health import Health, Judgement, Verdict
+from runtime.records import strict_line
 
 
 class Rewound(Exception):
@@ -119,14 +122,16 @@ def stopped(folder: Path, step: int, reason: str, judgement: Judgement, record: 
         "best_loss_at_step": judgement.health.best_step,
     }
     try:
-        bundle = write_bundle(folder, step, verdict)
+        known = secret_values(os.environ)
+        texts = {"WHY.txt": f"{reason}\n", "verdict.json": strict_line(redacted(verdict, known))}
+        bundle = write_bundle(folder, f"step-{step:08d}", texts)
         where = f"runs/{folder.name}/{bundle.relative_to(folder)}/"
     except OSError as error:  # a full disk must not hide why the run stopped
         bundle, where = None, f"{folder}/events.jsonl (no bundle: {error})"
     shown = None if bundle is None else str(bundle.relative_to(folder))
     record.alert("stop", f"{folder.name}: stopped after step {step}: {reason}", step=step,
                  reason=reason, bundle=shown)  # fmt: skip
-    record.close("stopped")
+    record.close("gave_up", step=step, reason=reason)
     return (
         f"stopped after step {step}: {reason}. What a person needs is in {where}; lower optim.lr,"
         " leave out bad data (data.skip), go back by hand (make rewind), or change health.*"

@@ -15,7 +15,6 @@ Exit status: 0 reproducible, or no more different than another layout may be; 1 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -31,7 +30,7 @@ from checkpoint.lineage import lineage, read, segments
 from checkpoint.manifest import committed
 from data.ledger import read_ledger
 from recipes.check import to_recipe
-from recipes.command import refuse
+from recipes.command import Parser, count_of, refuse
 from recipes.compose import recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
 from recipes.schema import UserError, read_ranks
@@ -82,7 +81,7 @@ class Conclusion:
 
 def main(arguments: list[str]) -> int:
     """Entry of the command above; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="make replay", description=__doc__)
+    parser = Parser(prog="make replay", description=__doc__)
     parser.add_argument("run", help="a run under runs/")
     parser.add_argument("--step", default="", help="the step to be repeated")
     parser.add_argument("--segment", default="", help="default: the current one")
@@ -117,10 +116,12 @@ class Order:
         self.folder = RUNS / options.run
         if not (self.folder / METRICS).is_file():
             raise UserError(f"RUN={options.run}: there is no run in {self.folder}")
-        self.step = count("STEP", options.step)
+        self.step = count_of("STEP", options.step)
         self.lines = read(self.folder)
         opened = len(segments(self.lines))
-        self.segment = count("SEGMENT", options.segment) if options.segment else max(opened - 1, 0)
+        self.segment = (
+            count_of("SEGMENT", options.segment) if options.segment else max(opened - 1, 0)
+        )
         if self.segment >= max(opened, 1):
             raise UserError(f"SEGMENT={self.segment}: the run has the segments 0 to {opened - 1}")
         self.lineage = lineage(self.lines, self.segment if opened else None)
@@ -182,13 +183,6 @@ class Order:
         return RUNS / f"{self.folder.name}.replay-{self.step}.{number}"
 
 
-def count(variable: str, text: str) -> int:
-    """A number given as text. Raises UserError."""
-    if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise UserError(f"{variable}={text}: give a number, such as {variable}=120")
-    return int(text)
-
-
 def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
     """Train the steps again; what they gave, and where. Raises UserError where they did not run."""
     folder = order.folder_of(number)
@@ -227,11 +221,10 @@ def prepare(order: Order, folder: Path) -> None:
     for path in order.checkpoint.iterdir():
         os.link(path, checkpoint / path.name)
     (folder / "recipe.yaml").write_text(recipe_yaml(to_recipe(recipe, {}, [])[0]), "utf-8")
-    with open(folder / history.FILE, "w", encoding="utf-8") as file:
-        for line in order.lines:
-            if line.get("kind") == "segment" and line["segment"] > order.segment:
-                break
-            file.write(json.dumps(line) + "\n")
+    for line in order.lines:
+        if line.get("kind") == "segment" and line["segment"] > order.segment:
+            break
+        history.append(folder, line)
 
 
 def compared(metrics: Sequence[dict[str, Any]], ledger: Iterable[dict[str, Any]]) -> list[Step]:

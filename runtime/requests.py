@@ -29,6 +29,7 @@ from recipes.exits import FINISHED, REQUEUE
 REQUEST = "stop.request"
 BETWEEN_LIVES = "asked between two lives"  # reason of an end that no rank took part in
 INTERRUPTED = 130
+EARLY = "interrupted before the start; nothing is lost\n"
 LOOK_EVERY_S = 1.0  # at the request; on a network file system a look takes a message
 # One request may come twice: to this process by a signal of its own and through its launcher.
 AGAIN_S = 3.0
@@ -67,15 +68,17 @@ class Requests:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._code, self._heard_at = 0, 0.0
-        self._is_training = False
+        self._is_importing = self._is_training = False
         self._request: Path | None = None  # rank 0 looks for it
         self._looked_at = float("-inf")
         self._flag: Any = None
         self._group: Any = None
         self._work: Any = None
 
-    def listen(self) -> None:
-        """Catch the signals; what is ignored on purpose, as by nohup, stays ignored."""
+    def listen(self, is_importing: bool = False) -> None:
+        """Catch the signals; what is ignored on purpose, as by nohup, stays ignored. While modules
+        are imported a signal ends the process where it is: an exception could get lost in them."""
+        self._is_importing = is_importing
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hear)
@@ -114,6 +117,11 @@ class Requests:
             code = int(self._flag)
         return None if is_last else ENDINGS.get(code)
 
+    def now(self) -> Ending | None:
+        """Between two steps: how all ranks end now; a collective."""
+        self.send()
+        return self.answer()
+
     def done(self) -> None:
         """The request was carried out; the next start of the run is not to see it."""
         if self._request is not None:
@@ -131,6 +139,9 @@ class Requests:
         code, now = SIGNALS[signal.Signals(number)], self._now()
         if not self._heard_at:
             self._code, self._heard_at = max(code, self._code), now
+            if self._is_importing:
+                os.write(2, EARLY.encode())
+                os._exit(ENDINGS[code].status)
             if not self._is_training:
                 raise AskedEarly(ENDINGS[code])
             if number == signal.SIGINT and sys.stderr.isatty():

@@ -9,22 +9,20 @@ Pure reading, no torch: the launcher refuses by it before any rank starts, and r
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoint.blocks import Damaged
-from checkpoint.history import data_with_skips, in_force, recorded
-from checkpoint.lineage import lineage_of, read
+from checkpoint.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
+from checkpoint.lineage import MARK, lineage_of, read
 from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
 from checkpoint.resume import Change, check_resume
 from checkpoint.state import RunState
 from recipes.schema import Data, Recipe, UserError
 from runtime.records import read_events
-
-# What makes a folder under runs/ a run of ours.
-MARK = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,37 @@ def data_of(recipe: Recipe, folder: Path) -> Data:
     if recipe.resume == "fresh":
         return recipe.data
     return data_with_skips(recipe.data, in_force(read(folder)))
+
+
+def left_behind(recipe: Recipe, file: Path, folder: Path) -> list[str]:
+    """What to say where the recipe is another run's, read from its folder: what that run's rewinds
+    leave out is no part of a recipe."""
+    source = file.parent.resolve()
+    if file.name != MARK or source == folder.resolve():
+        return []
+    missing = [
+        skip
+        for skip in in_force(read(source))
+        if not is_covered(tuple(skip["range"]), getattr(recipe.data.skip, skip["effect"]))
+    ]
+    if not missing:
+        return []
+    data = data_with_skips(recipe.data, missing)
+    return [
+        f"{source.name} leaves out {'; '.join(described(skip) for skip in missing)}: that stands in"
+        f" its history, not in its recipe, and this run trains on them. {' '.join(as_words(data))}"
+        " leaves them out here, too; make branch and make reproduce take the history along"
+    ]
+
+
+def as_words(data: Data) -> list[str]:
+    """Overrides that leave out what `data.skip` does."""
+    ranges = {effect: getattr(data.skip, effect) for effect in EFFECTS}
+    return [
+        f"data.skip.{effect}=" + json.dumps(some, separators=(",", ":"))
+        for effect, some in ranges.items()
+        if some
+    ]
 
 
 def standing(
@@ -144,6 +173,12 @@ def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[
             f"batch_tokens={recipe.batch_tokens} would put step {step} at {past['tokens']}"
             f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
             f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past.get("lengths") != was.get("lengths"):
+        problems.append(
+            f"seq_len_warmup={recipe.seq_len_warmup} would have cut the sequences of steps 1 to"
+            f" {step} in another way: keep its pieces before data step {data_step}, and let new"
+            " ones begin there or later"
         )
     if past["mixture"] != was["mixture"]:
         problems.append(

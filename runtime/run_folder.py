@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from checkpoint import epochs
+from checkpoint.durable import replace_file
 from checkpoint.lease import Lease, refuse_held, take
 from recipes.exits import DO_NOT_RETRY
 from recipes.redaction import redact, redacted, secret_values
 from recipes.schema import UserError
+from runtime.presence import LOCK
 from runtime.trust import refuse_unsafe
 
-LOCK = ".lock"
 FAMILY = "PRETRAIN_FAMILY"  # which supervisor started this process
 LOCKS: list[Lock] = []  # held until this process ends
 # What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
@@ -86,9 +87,7 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lea
         if not isinstance(content, str):
             text = json.dumps(redacted(content), indent=2) + "\n"
         text = redact(text, secret_values(os.environ))
-        new = folder / f".{name}.new"
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, folder / name)
+        replace_file(folder / name, text.encode())
     return lease
 
 

@@ -3,6 +3,7 @@
     every step    poll: the report of a save that ended beside training; an alarm for one that hangs
     a due step    exchange: is one still in flight? are copies of weights equal? what do saves cost?
                   -> wait for it, or leave this save out -> save, in the step or beside it
+    the last one  again and again for ten minutes where it fails: no later step saves its weights
 
 The one rule: what all ranks must do alike - save, wait, leave out, stop - follows from the step and
 from numbers that all of them exchanged; what one rank sees alone is only told. Units: steps,
@@ -40,8 +41,14 @@ from runtime.settle import Settled
 # host by training's own collectives; a slow disk is no reason to give a save up.
 PATIENCE_S = 7 * 86400.0
 POLL_S = 1.0
+# Before each new try of the last save: somebody may make room.
+LAST_PAUSES_S = (5, 10, 20, 40, 80, 160, 320)
 # What a save in flight gets when this rank fails: less than the launcher gives it until SIGKILL.
 GRACE_S = 20.0
+
+
+class Unsaved(OSError):
+    """The last step is trained and its weights are in no checkpoint: a life that failed."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class Saver:
         self.wanted = recipe.checkpoint
         self.last_step = settled.last_step if self.wanted.at_end else 0
         self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
+        self.sync_record: Callable[[], None] = lambda: None  # rank 0: before a checkpoint exists
         self.pace = None
         if self.wanted.interval == "auto":
             self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
@@ -93,6 +101,8 @@ class Saver:
         self._is_alarmed = False
         self._report: SaveReport | None = None  # of the newest save that ended or was left out
         self._stall_s: float | None = None  # of the last save, waiting and making memory left out
+
+        self._state: RunState | None = None  # of the newest save that was begun
 
         self.segment = 0  # of the history
         self.skipped_before = 0  # steps that did not move the weights before the last save
@@ -155,6 +165,34 @@ class Saver:
         """Wait for the save in flight as long as it moves on; a collective, before an end that all
         ranks come to alike. Why the newest save is not there; None: it is, or there was none.
         """
+        return self._settle() or (None if self._report is None else self._report.problem)
+
+    def last(
+        self, step: int, health: dict[str, Any], asked: Callable[[], Any]
+    ) -> tuple[str | None, Any]:
+        """See to it that `step`, whose save was begun and which no other step follows, is saved; a
+        collective. Why it is not, None: it is; and what `asked()` gave, which all ranks agree on,
+        where it broke off the tries.
+        """
+        pauses = iter(LAST_PAUSES_S)
+        while True:
+            problem = self._settle()
+            if problem or self._report.ok:
+                return problem, None
+            seconds = next(pauses, 0)
+            if not seconds:
+                return self._report.problem, None
+            text = f"step {step} is the last one: its save is tried again in {seconds} s"
+            self.tell(Note("save_again", text, {"step": step, "seconds": seconds}))
+            for _ in range(seconds):
+                HEART.beat("save", step)
+                time.sleep(POLL_S)
+                if ending := asked():
+                    return self._report.problem, ending
+            self._begin(step, health, time.perf_counter())
+
+    def _settle(self) -> str | None:
+        """Wait for the save in flight; why it is still in flight, or None, on all ranks."""
         while self.background:
             HEART.beat("end")  # not the phase in which the end was found: a save may take longer
             doing = self._wait()
@@ -165,7 +203,7 @@ class Saver:
             if all(answers[rank][1] >= self.wanted.stuck_s for rank in still):
                 return f"step {self._in_flight} is still being written by {_doing(still)}"
             time.sleep(min(POLL_S, self.wanted.stuck_s))
-        return None if self._report is None else self._report.problem
+        return None
 
     def __enter__(self) -> Saver:
         return self
@@ -196,7 +234,8 @@ class Saver:
         report = self.background.take(wait_s)
         if report is not None:
             self._is_alarmed = False
-            self._report = report
+            if self._report is None or report.step >= self._report.step:
+                self._report = report  # one that was left out meanwhile is not made good by it
             self.tell(report)
 
     def _alarm(self) -> None:
@@ -259,6 +298,25 @@ class Saver:
         self.tell(Note("interval", text, facts))
 
     def _begin(self, step: int, health: dict[str, Any], began: float) -> None:
+        """Save, or begin to; a new try of a step saves the same state."""
+        if self._state is None or self._state.step != step:
+            self._state = self._state_after(step, health)
+        arguments = (self.folder, step, self.engine.fragments(), self._state.as_dict())
+        options = dict(
+            local={"random": random_states(self.process.device)},
+            keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
+            fence=self.lease,
+            verify=self.wanted.verify,
+            sync_record=self.sync_record,
+        )
+        if self.background:
+            self.background.begin(*arguments, since=began, **options)
+            self._in_flight, self._is_alarmed = step, False
+        else:
+            self._report = save(*arguments, self.ranks, **options)
+            self.tell(self._report)
+
+    def _state_after(self, step: int, health: dict[str, Any]) -> RunState:
         """`health` gets what tells a healthy checkpoint: the newest validation loss since the save
         before (null: none, or not finite), its step, and how many steps were skipped since.
         """
@@ -271,7 +329,7 @@ class Saver:
         }
         self.skipped_before, self.evaluated = health["skipped_steps"], None
         counted = self.engine.optimizer_step()
-        state = RunState(
+        return RunState(
             step=step,
             tokens=self.stream.tokens_after(step),
             optimizer_step=step - health["skipped_steps"] if counted is None else counted,
@@ -284,19 +342,6 @@ class Saver:
             health=health,
             saving=self.pace.as_dict() if self.pace else {},
         )
-        arguments = (self.folder, step, self.engine.fragments(), state.as_dict())
-        options = dict(
-            local={"random": random_states(self.process.device)},
-            keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
-            fence=self.lease,
-            verify=self.wanted.verify,
-        )
-        if self.background:
-            self.background.begin(*arguments, since=began, **options)
-            self._in_flight, self._is_alarmed = step, False
-        else:
-            self._report = save(*arguments, self.ranks, **options)
-            self.tell(self._report)
 
 
 def _doing(still: dict[int, str]) -> str:

@@ -15,7 +15,7 @@ from model.cost import flops_per_token, num_parameters
 from parallel.layout import Layout, solve
 from parallel.traffic import gathers
 from recipes.schema import Recipe, UserError, as_int
-from runtime.engine_config import EngineConfig, engine_config, load_preset
+from runtime.engine_config import EngineConfig, ds_problems, engine_config, load_preset
 from runtime.learning_rate import warmup_steps
 
 # Compute-optimal tokens per parameter (Hoffmann et al. 2022, table A3, about 20 at every size), and
@@ -62,6 +62,8 @@ def settle(recipe: Recipe, world: int, schedule: Schedule) -> Settled:
         layout = attempt(problems, lambda: solve(recipe, world, preset.stage))
     if layout:
         engine = attempt(problems, lambda: json_for(recipe, layout))
+    else:
+        problems += ds_problems(recipe.ds)
     if problems:
         raise UserError(*problems)
     return Settled(
@@ -131,7 +133,6 @@ def budget_warnings(tokens: int, parameters: int) -> list[str]:
         return []
     side = "below" if ratio < CHINCHILLA else "above"
     return [
-        f"{tokens:,} tokens for {parameters:,} parameters are {ratio:.3g} per parameter, far {side}"
-        f" the compute-optimal {CHINCHILLA} (tokens=chinchilla trains on"
-        f" {CHINCHILLA * parameters:,})"
+        f"{ratio:.3g} tokens per parameter, far {side} the compute-optimal {CHINCHILLA}"
+        f" (tokens=chinchilla: {CHINCHILLA * parameters:,} tokens)"
     ]

@@ -14,8 +14,26 @@ gathered because they are small.
 
 from __future__ import annotations
 
+from typing import Any
+
 # With optimizer offload these live in host memory; only the weights are on the device.
 ON_HOST = ("gradients", "master", "moments")
+
+
+def of_layout(recipe: Any, layout: Any, engine: Any) -> dict[str, float]:
+    """Bytes per parameter and rank of `recipe` under a `parallel.layout.Layout` and the
+    `runtime.engine_config.EngineConfig` made for it."""
+    return state_bytes(
+        engine.stage,
+        recipe.precision,
+        engine.grad_dtype,
+        # A pipeline reduces after its last pass, also where there is only one.
+        layout.accumulates or layout.pipeline > 1,
+        engine.is_immediate,
+        layout.zero_ranks,
+        engine.is_offloaded,
+        recipe.optim.name,
+    )
 
 
 def state_bytes(

@@ -7,7 +7,6 @@ its first rank, all numbers are those of its record. Imports no torch. Units: se
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import time
@@ -22,14 +21,13 @@ from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import ENDINGS, unix_s
 from runtime.presence import is_living, launcher, shown
-from runtime.records import METRICS, METRICS_HAVE, read_events, read_line
+from runtime.records import METRICS, METRICS_HAVE, last_lines, read_events
 from runtime.requests import read_request
 
 RECENT = 20  # steps that a speed is taken of
-TAIL_BYTES = 1 << 17  # more than so many lines of metrics
 ROUTINE = (
     "began", "life", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
-    "interrupted", "interval",
+    "interrupted", "interval", "gave_up",
 )  # fmt: skip
 SHOWN_ALARMS = 3
 
@@ -59,23 +57,12 @@ def state_of(folder: Path) -> State:
         is_living(folder),
         shown(folder),
         read_events(folder),
-        newest_lines(metrics),
+        last_lines(metrics, RECENT, METRICS_HAVE),
         metrics.stat().st_mtime if metrics.exists() else None,
         newest,
         time.time(),
         launcher(folder),
     )
-
-
-def newest_lines(path: Path) -> list[Mapping[str, Any]]:
-    """The last lines of a metrics file, however long it is."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        _torn, *whole = (b"\n" * (size <= TAIL_BYTES) + file.read()).split(b"\n")[:-1]
-    return [read_line(path, "near its end", line, METRICS_HAVE) for line in whole[-RECENT:]]
 
 
 def describe(state: State) -> list[str]:
@@ -131,6 +118,9 @@ def next_command(state: State) -> list[str]:
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
     if "finished" in kinds[-2:]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]
+    what = "the same command again"
+    if "gave_up" in kinds[-2:]:
+        what = f"mend what the reason names (docs/troubleshooting.md); then {what}"
     recipe = (state.folder / "recipe.yaml").read_text()
     words = f"make pretrain RECIPE={state.folder}/recipe.yaml"
     world = world_of(state.folder)
@@ -138,7 +128,7 @@ def next_command(state: State) -> list[str]:
     # The recipe as it is would set this very folder aside.
     words += " OVERRIDES=resume=auto" if re.search(r"^resume: fresh$", recipe, re.M) else ""
     where = f"step {state.saved[0]}" if state.saved else "the start: nothing was saved"
-    return [f"  next: the same command again goes on from {where}; on this host: {words}"]
+    return [f"  next: {what} goes on from {where}; on this host: {words}"]
 
 
 def record(state: State) -> list[str]:
@@ -174,8 +164,8 @@ def record(state: State) -> list[str]:
 
 
 def alarms(state: State) -> list[str]:
-    """The newest events that are no routine."""
-    odd = [event for event in state.events if event["kind"] not in ROUTINE]
+    """The newest events that are no routine, without what is for the record only."""
+    odd = [e for e in state.events if e["kind"] not in ROUTINE and not e.get("is_quiet")]
     if not odd:
         return ["  alarms: none"]
     return [

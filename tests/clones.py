@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,10 @@ SMALL = [
     "eval_tokens=2048",
 ]
 
+# What DeepSpeed has passed once (runtime.engine_check) need not be asked again in each clone.
+MEMO = Path(".cache", "engine_check.json")
+CLONES: list[Path] = []  # that this process made
+
 
 def make_clone(folder: Path) -> Path:
     """Copy what git would clone, uncommitted changes included, into `folder`."""
@@ -37,6 +42,11 @@ def make_clone(folder: Path) -> Path:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
+    known = [earlier / MEMO for earlier in (ROOT, *CLONES) if (earlier / MEMO).is_file()]
+    passed = dict.fromkeys(key for memo in known for key in json.loads(memo.read_text()))
+    (folder / MEMO).parent.mkdir()
+    (folder / MEMO).write_text(json.dumps(list(passed)))
+    CLONES.append(folder)
     return folder
 
 

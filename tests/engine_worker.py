@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from parity_worker import full_weights, start_once, tiny_recipe
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from model import loss as loss_module
 from parallel import cut_modules
@@ -104,7 +104,7 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, target
 
 def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
     reads.seen.clear()
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), 64)

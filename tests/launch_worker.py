@@ -27,6 +27,7 @@ def main() -> None:
         "env": dict(os.environ),
         "host": socket.gethostname(),
         "cwd": os.getcwd(),
+        "parent": os.getppid(),
     }
     part = Path(folder) / f"{rank}.part"
     part.write_text(json.dumps(content))

@@ -24,7 +24,7 @@ from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_
 
 from checkpoint.comm import Ranks
 from checkpoint.replicas import differing, summary
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from recipes import show
 from recipes.schema import Optim, Parallel, Recipe
@@ -38,6 +38,7 @@ RANKS = functools.cache(Ranks)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
 WORDS = 65  # one more than the corpus uses: no even number of ranks divides it
 LAYERS = 4  # as many as the most pipeline stages
+WARMUP = ((0, SEQ_LEN // 4), (3, SEQ_LEN // 2), (6, SEQ_LEN))
 
 
 def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
@@ -52,6 +53,7 @@ def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
         precision=case.precision,
         parallel=axes,
         recompute=case.recompute,
+        seq_len_warmup=WARMUP if case.tied else None,
         **knobs,
     )
     model = dataclasses.replace(
@@ -69,7 +71,7 @@ def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
 
 def engine_of(recipe: Recipe) -> tuple[Engine, Stream, Any]:
     """An engine in this launch's process group, its stream and what was settled."""
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, SEQ_LEN, schedule, Path("/"), WORDS)
@@ -96,7 +98,7 @@ def memory(engine: Engine, stream: Stream, recipe: Recipe, settled: Any) -> list
     moments; and what the dry run and `make show` say of them.
     """
     with Kept(engine.model, recipe.seq_len) as kept:
-        train(engine, stream, recipe, settled, 1)
+        train(engine, stream, recipe, settled, STEPS, first=STEPS)
     states = {}
     for master, moments in engine.ds.optimizer.optimizer.state.items():
         for tensor in (master, *moments.values()):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from data.ledger import batch_hash, in_batch_order
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from parallel.layout import Coordinates
 from recipes.schema import Data, Model, Optim, Recipe, Source
@@ -76,12 +76,14 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
     return Recipe(**(values | knobs))
 
 
-def train(engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, steps: int) -> dict:
-    """`steps` updates; losses, norms and batch hashes of each."""
+def train(
+    engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, steps: int, first: int = 1
+) -> dict:
+    """Updates `first` to `steps`; losses, norms and batch hashes of each."""
     layout, me = settled.layout, engine.process
     data_rank = layout.coordinates(me.rank).data
     seen: dict[str, list] = {"loss": [], "norm": [], "hash": []}
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         data = stream.step(step, data_rank, layout.data, layout.micro_batch)
         engine.set_lr(learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps))
         batches = [to_device(batch, me.device) for batch in data.micro_batches]
@@ -136,7 +138,7 @@ def main(out: Path, corpus: Path, precision: str) -> None:
 
 def run_case(recipe: Recipe, world: int) -> dict:
     """Train, then one SGD step with rate 1 whose update must have the clip's norm."""
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     settled = settle(recipe, world, schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, SEQ_LEN, schedule, Path("/"), 64)

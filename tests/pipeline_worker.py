@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engine_worker import gate_facts
 from parity_worker import SEQ_LEN, start_once, tiny_recipe
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import Stream, open_stream
 from parallel.traffic import pipeline_bytes
 from recipes.schema import Parallel, Recipe, UserError
@@ -32,6 +32,7 @@ from runtime.settle import Settled, settle
 
 STEPS, EVAL_TOKENS = 6, 12 * SEQ_LEN
 RAMP = ((0, 8 * SEQ_LEN), (3, 16 * SEQ_LEN))
+WARMUP = ((0, SEQ_LEN // 4), (2, SEQ_LEN // 2), (4, SEQ_LEN))
 # name: (blocks, tied, axes, knobs)
 CASES: dict[str, tuple[int, bool, dict, dict]] = {
     "2 stages x 2 data, tied, the batch grows": (
@@ -40,7 +41,9 @@ CASES: dict[str, tuple[int, bool, dict, dict]] = {
     "4 stages, one micro-batch": (
         6, False, {"pipeline": 4, "bounds": (1, 3, 5)}, {"micro_batch": 8, "recompute": "full"},
     ),
-    "2 stages x 2 tensor, tied": (2, True, {"pipeline": 2, "tensor": 2}, {"micro_batch": 2}),
+    "2 stages x 2 tensor, tied, sequences grow": (
+        2, True, {"pipeline": 2, "tensor": 2}, {"micro_batch": 2, "seq_len_warmup": WARMUP},
+    ),
     "2 stages x 2 tensor, whole sequences": (
         2, False, {"pipeline": 2, "tensor": 2, "sequence": False}, {"micro_batch": 4},
     ),
@@ -65,7 +68,7 @@ class Run:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+        schedule = schedule_of(recipe)
         self.settled: Settled = settle(recipe, process.launched_world(), schedule)
         self.me = start_once(recipe)
         self.stream: Stream = open_stream(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from data.stream import open_stream
 from model.decoder import Decoder
 from model.init import fill
@@ -25,7 +25,7 @@ ROWS = 4  # sequences per pass
 
 def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
     """Losses and norms of `steps` updates, and the held-out loss after the last."""
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), recipe.model.vocab_size
     )

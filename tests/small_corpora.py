@@ -45,7 +45,15 @@ def rewrite_manifest(folder: Path, manifest: dict, **changes) -> dict:
 
 
 def stream_of(
-    root: Path, sources: dict, *, seq_len=16, batch=8, seed=1234, vocab_size=1000, **data_fields
+    root: Path,
+    sources: dict,
+    *,
+    seq_len=16,
+    batch=8,
+    seed=1234,
+    vocab_size=1000,
+    warmup=(),
+    **data_fields,
 ) -> Stream:
     """A stream over corpora below `root`; sources: name -> Source, or the weight of the folder of
     that name.
@@ -54,7 +62,8 @@ def stream_of(
         uid: value if isinstance(value, Source) else Source(corpus=uid, weight=value)
         for uid, value in sources.items()
     }
-    schedule = read_schedule(batch if isinstance(batch, list) else batch * seq_len, seq_len)
+    tokens = batch if isinstance(batch, list) else batch * seq_len
+    schedule = read_schedule(tokens, seq_len, warmup)
     return open_stream(Data(sources=made, **data_fields), seed, seq_len, schedule, root, vocab_size)
 
 

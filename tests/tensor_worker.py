@@ -157,9 +157,9 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
 
 
 def settle_layout(recipe):
-    from data.schedule import read_schedule
+    from data.schedule import schedule_of
 
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     return settle(recipe, dist.get_world_size(), schedule).layout
 
 

@@ -304,7 +304,21 @@ def test_the_list_shows_every_checkpoint_and_its_condition(run, capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["90", "100", "1000"]
     assert "damaged" in lines[2]
     assert "rank-00000.bin" in lines[4]
-    assert lister.main([str(run / "nothing")]) == 2
+    assert lister.main([str(run / "nothing")]) == 93
+
+
+def test_what_cannot_be_judged_here_is_said_and_is_no_traceback(run, capsys):
+    rewritten(run, lambda body: body.update(format=2))
+    assert lister.main([str(run)]) == 1
+    assert "written in format 2" in capsys.readouterr().out
+    (run / "history.jsonl").write_text("no line\n")
+    for verb in (lister, verifier):
+        assert verb.main([str(run)]) == 93
+        assert "refused: " in (said := capsys.readouterr().err)
+        assert "line 1 is damaged" in said
+    for result in run_threads(WORLD, lambda comm: at_step(run, 90, comm)):
+        assert isinstance(result, UserError)
+        assert "line 1 is damaged" in str(result)
 
 
 def test_verify_names_damaged_files_and_fails(run, capsys):
@@ -316,7 +330,7 @@ def test_verify_names_damaged_files_and_fails(run, capsys):
     assert verifier.main([str(run)]) == 1
     assert str(path) in capsys.readouterr().out
     assert verifier.main([str(run), "--step", "1000"]) == 0
-    assert verifier.main([str(run), "--step", "5"]) == 2
+    assert verifier.main([str(run), "--step", "5"]) == 93
 
 
 def test_a_deeply_nested_manifest_or_index_is_damaged(run):

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ import pytest
 from namespaces import processes_in
 from ranks import PATIENCE, ROOT
 
+from launch import network
+from launch.agent import among
 from launch.carriers import carriers, is_here
 from launch.cluster import Cluster
 from launch.hostfile import Host
@@ -78,7 +81,7 @@ def plan(port: int = 29_123) -> Plan:
 
 # A launcher in a process of its own, as `make pretrain` has one.
 LAUNCH = """
-import json, sys
+import functools, json, sys
 from pathlib import Path
 from launch.cluster import Cluster
 from launch.hostfile import Host
@@ -93,6 +96,7 @@ hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
 cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
+start.order_of = functools.partial(start.order_of, lost_s=told["lost_s"])
 sys.exit(start.across(cluster, Plan(29123, plans, []), words, 1, told["environment"], told["runs"]))
 """
 
@@ -103,7 +107,7 @@ class Launch:
     def __init__(self, out: Path, action: str, ssh: Path | None, *words: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
-        told = {"via": "ssh", "environment": {}, "runs": None, **told}
+        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
         told |= {
             "out": str(out),
             "action": action,
@@ -177,6 +181,14 @@ def test_ranks_get_the_same_words_and_variables_on_one_host_and_on_two(tmp_path,
         assert words[-1] == line
 
 
+def test_slots_are_numbers_within_what_a_host_shows():
+    assert among([0, 2], None) == ["0", "2"]
+    assert among([0, 2], "4, 5,GPU-6f") == ["4", "GPU-6f"]
+    assert among([0, 2], "") == [""]
+    with pytest.raises(UserError, match=r"slot 2 .* none of the 2 GPUs .*CUDA_VISIBLE_DEVICES=4,5"):
+        among([0, 2], "4,5")
+
+
 def test_options_of_the_user_come_first_so_that_they_win(tmp_path, cluster):
     (way, _) = carriers("ssh", cluster.hosts, ROOT, {}, cluster.ssh)
     assert way.command[1:5] == ("-p", "2222", "-o", "User=me")
@@ -221,10 +233,21 @@ def test_an_unknown_way_is_refused(cluster):
         carriers("telnet", cluster.hosts, ROOT, {})
 
 
-def test_this_machine_needs_no_ssh():
+def test_this_machine_needs_no_ssh_under_any_of_its_names(monkeypatch):
     assert is_here("localhost")
     assert is_here("127.0.0.1")
     assert not is_here("host-a")
+    assert is_here("LocalHost")
+    assert is_here("127.0.1.1")  # Debian's address for a host's own name
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node1")
+    monkeypatch.setattr(network, "addresses_of", lambda name: ["127.0.0.1"])
+    assert is_here("node1.cluster.local.")
+    assert not is_here("node2.cluster.local")
+    monkeypatch.setattr(network, "addresses_of", lambda name: ["192.0.2.7"])
+    assert not is_here("node1.elsewhere.org")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1.cluster.local")
+    assert is_here("NODE1")
+    assert is_here("node1.cluster.local")
     (way,) = carriers("ssh", [Host("localhost", 1)], ROOT, {}, "nossh-here")
     assert way.command[0] == sys.executable
 
@@ -289,6 +312,20 @@ def test_a_signal_leaves_no_process_behind_pdsh(tmp_path, ssh):
     assert nothing_stays(launch.out)
 
 
+@pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh on this machine (Debian: pdsh)")
+def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
+    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=3)
+    agents = [content["parent"] for content in launch.started()]
+    os.kill(agents[1], signal.SIGSTOP)
+    try:
+        status, output = launch.end()
+    finally:
+        os.kill(agents[1], signal.SIGKILL)
+    assert status != 0
+    assert "nothing was heard of it for 3 s" in output
+    assert nothing_stays(launch.out)
+
+
 def test_srun_brings_words_status_and_signals_as_ssh_does(tmp_path, ssh, monkeypatch):
     tool = tmp_path / "srun"
     tool.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/fake_srun.py "$@"\n')
@@ -344,9 +381,16 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     assert len(caught.value.problems) == 2
     assert caught.value.problems[1].startswith("host-b: the connection ended with status 255")
     assert "No route" in caught.value.problems[1]
+    assert "same path" not in caught.value.problems[1]
+    path.write_text("#!/bin/sh\necho 'sh: 1: cd: cannot cd to /p' >&2\nexit 2\n")
+    with pytest.raises(UserError, match=r"cannot cd to /p; every host needs .* the same path"):
+        preflight(cluster, Inspection(Need(), {}), print)
 
 
-def test_preflight_finds_the_way_and_leaves_nothing(cluster):
+def test_preflight_finds_the_way_and_leaves_nothing(cluster, ssh):
+    # A login that sets a terminal's title and ends no line must not swallow a message.
+    script = ssh.read_text()
+    ssh.write_text(script.replace("os.execve(", "os.write(1, b'\\33]0;title\\7'); os.execve("))
     said = []
     got, facts = preflight(cluster, Inspection(Need(1, "cpu"), {}, port=None), said.append)
     assert [host["name"] for host in got.hosts] == ["host-a", "host-b.example"]

@@ -127,6 +127,18 @@ def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     print(f"\n{len(found)} kill points on {WORLD} ranks")
 
 
+def test_no_checkpoint_vouches_for_a_record_that_is_not_durable(tmp_path):
+    def refuse():
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "metrics.jsonl")
+
+    reports = save_on_all(tmp_path, 1, sync_record=refuse)
+    assert {report.problem for report in reports} == {
+        "commit: rank 0: metrics.jsonl: Input/output error"
+    }
+    assert steps(tmp_path) == []
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("moment", ["open data", "write data", "fsync index"])
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_the_next_one_works(
@@ -294,7 +306,12 @@ def test_every_file_is_durable_before_its_name_is_and_the_commit_before_the_hint
 
     for name in ("open", "write", "fsync", "rename", "mkdir"):
         monkeypatch.setattr(os, name, seen(name, getattr(os, name)))
-    assert save_on_all(tmp_path, 2, world=1, keep=Keep(newest=1))[0].ok
+
+    def sync_record():
+        steps_taken.append(("record", "", ""))
+
+    options = dict(keep=Keep(newest=1), sync_record=sync_record)
+    assert save_on_all(tmp_path, 2, world=1, **options)[0].ok
     monkeypatch.undo()
 
     def last(name, end, to=""):
@@ -304,6 +321,7 @@ def test_every_file_is_durable_before_its_name_is_and_the_commit_before_the_hint
         )  # fmt: skip
 
     commit = last("rename", ".tmp-0", "step-00000002")
+    assert last("record", "") < commit
     for name in ("rank-00000.bin", "rank-00000.json", "MANIFEST.json.new"):
         assert last("write", name) < last("fsync", name) < commit
     assert last("rename", "MANIFEST.json.new") < last("fsync", ".tmp-0") < commit

@@ -5,6 +5,7 @@ Nothing is trained here; test_sweep.py starts the real thing.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gzip
@@ -18,17 +19,19 @@ from matplotlib.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams
 
+from checkpoint import history, lineage
 from compare import board, pictures, profile, report, results, runner, sweep
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from data.ledger import Ledger
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from recipes.compose import compose, recipe_yaml
 from recipes.schema import UserError
 from runtime.clock import StepTimes
 from runtime.metrics import MetricsWriter, summary
 from runtime.profiling import NoProfiler, profiler_of
 from runtime.records import read_metrics
+from runtime.resuming import left_behind
 from runtime.settle import settle
 
 MIB = 2**20
@@ -75,7 +78,7 @@ def make_run(tmp_path):
         place.mkdir()
         recipe = compose("tiny", [f"run={name}", *words]).recipe
         ranks = 2
-        schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+        schedule = schedule_of(recipe)
         settled = settle(recipe, ranks, schedule)
         (place / "recipe.yaml").write_text(recipe_yaml(recipe))
         (place / "layout.json").write_text(json.dumps(settled.layout.as_dict()))
@@ -319,6 +322,35 @@ def test_a_profile_is_refused_with_every_reason(tmp_path, monkeypatch, capsys):
     assert "RUN=none: there is no run" in said
     assert "STEPS='9' is not a range of steps" in said
     assert "NPROC='x'" in said
+
+
+def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_of_it(
+    tmp_path, monkeypatch
+):
+    """They stand in the run's history, not in its recipe."""
+    monkeypatch.setattr(profile, "RUNS", tmp_path)
+    source = tmp_path / "a"
+    source.mkdir()
+    words = ["run=a", "data.skip.advance=[[3,5]]"]
+    recipe = compose("tiny", words).recipe
+    (source / "recipe.yaml").write_text(recipe_yaml(recipe))
+    history.begin(source, None)
+    facts = {"why": "a spike", "who": "policy", "since": "2026-11-30T00:00:00Z"}
+    skip = {"effect": "advance", "range": [10, 23], "from_step": 11, **facts}
+    target = history.Target(0, 10, 10)
+    history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
+
+    options = argparse.Namespace(run="a", steps="10:15", nproc="1", words=[])
+    command, _ = profile.prepare(options)
+    (word,) = [word for word in command if word.startswith("data.skip")]
+    assert word == "data.skip.advance=[[3,5],[10,23]]"
+    copied = compose(str(source / "recipe.yaml"), [word, "run=b"])
+    assert copied.recipe.data.skip.advance == ((3, 5), (10, 23))
+    assert left_behind(copied.recipe, copied.file, tmp_path / "b") == []
+    assert left_behind(recipe, copied.file, source) == []
+    (told,) = left_behind(recipe, copied.file, tmp_path / "b")
+    assert "a leaves out data steps 10 to 22 from step 11 on: a spike (policy" in told
+    assert word in told
 
 
 @pytest.mark.parametrize(

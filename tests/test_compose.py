@@ -126,9 +126,26 @@ def test_unset_knobs_are_listed_together_with_their_meaning():
     assert "data.sources.prose.corpus (" in line
 
 
-def test_interpolation_is_resolved_and_a_broken_one_named():
+@pytest.mark.parametrize("key", ["ds.gradient_clipping", "ds.bf16.enabled", "data.sources.web"])
+def test_a_key_without_a_list_of_its_own_is_not_forgotten_at_question_marks(key):
+    assert only(f"{key}=???").startswith(f"no value for {key} (")
+
+
+def test_wrong_deepspeed_keys_are_told_together_with_wrong_knobs():
+    with pytest.raises(UserError) as caught:
+        compose("tiny", ["optim.lr=fast", "ds.gradient_cliping=1"], lambda ds: [f"seen {ds}"])
+    assert caught.value.problems[1:] == ["seen {'gradient_cliping': 1}"]
+
+
+def test_interpolation_is_resolved_and_a_broken_one_named_once(monkeypatch):
     assert compose("tiny", ["data.window_tokens=${seq_len}"]).recipe.data.window_tokens == 256
-    assert any("seqlen" in line for line in refused("data.window_tokens=${seqlen}"))
+    assert "seqlen" in only("data.window_tokens=${seqlen}")
+    monkeypatch.setenv("STEPS_GIVEN", "7")
+    assert compose("tiny", ["steps=${oc.env:STEPS_GIVEN}"]).recipe.steps == 7
+    monkeypatch.delenv("STEPS_GIVEN")
+    line = only("steps=${oc.env:STEPS_GIVEN}")
+    assert line.startswith("steps: ${oc.env:STEPS_GIVEN} has no value (")
+    assert "an environment variable that is set" in line
 
 
 def test_a_name_of_code_is_refused_anywhere():
@@ -177,13 +194,75 @@ def test_number_reading_is_exact():
 
 def test_values_outside_their_range_name_bound_and_unit():
     assert "must be at least 1 sequences" in only("micro_batch=0")
-    assert "must be above 0" in only("optim.lr=0")
+    assert "must be at least 1e-12" in only("optim.lr=0")
+    assert "must be above 0" in only("cluster.mtbf_hours=0")
     assert "must be below 1" in only("optim.beta2=1")
     assert "must be at most 1" in only("optim.final_lr_ratio=1.1")
     assert "must be at least 0" in only("optim.clip=-1")
     assert "is not one of within, across" in only("data.attend=inside")
     assert "neither true nor false" in only("compile=yes")
     assert "is not a group" in only("log=3")
+
+
+def test_every_number_has_a_lowest_and_a_highest_value():
+    for name, field in knob_names().items():
+        bounds, kind = field.metadata, str(field.type)
+        if kind.split(" ")[0] in ("int", "float"):
+            assert bounds["low"] is not None or bounds["above"] is not None, name
+            assert bounds["high"] is not None or bounds["below"] is not None, name
+
+
+# 1e300 is infinite in fp32, and 1e-60 is 0: a run with them would stand still, or diverge.
+@pytest.mark.parametrize("knob", ["optim.lr", "optim.eps", "model.rms_norm_eps", "health.sigmas"])
+@pytest.mark.parametrize("value", ["1e300", "1e-400"])
+def test_what_no_fp32_holds_is_refused(knob, value):
+    assert only(f"{knob}={value}").startswith(f"{knob}=")
+
+
+def test_a_step_takes_away_less_than_a_whole_weight():
+    line = only("optim.lr=0.1", "optim.weight_decay=10")
+    assert "optim.lr=0.1 x optim.weight_decay=10 is 1:" in line
+    assert compose("tiny", ["optim.lr=0.1", "optim.weight_decay=9"]).recipe.optim.lr == 0.1
+
+
+@pytest.mark.parametrize("batch", ["1e12", "[[0,2048],[9,1e12]]"])
+def test_a_step_has_a_number_of_sequences_that_fits_into_memory(batch):
+    assert "at most 4194304, so at most 1073741824 tokens" in only(f"batch_tokens={batch}")
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("seed=null", "seed=null"),
+        ("steps=true", "steps=true"),
+        ("run=[a,null]", "run=[a, null]"),
+        ("log.every={a: 1.5}", "log.every={a: 1.5}"),
+        ("compile='true'", "compile='true' (override) is text; write true or false without quotes"),
+    ],
+)
+def test_a_value_is_shown_as_recipes_write_it(override, shown):
+    assert only(override).startswith(shown)
+
+
+def test_a_key_is_removed_only_where_it_has_the_value_that_is_named():
+    assert compose("tiny", ["~optim.eps=1e-8"]).recipe.optim.eps == 1e-8
+    assert "~optim.eps=1: it is 1e-08, so it stays" in only("~optim.eps=1")
+
+
+def test_a_piece_of_a_ramp_that_is_never_reached_is_said():
+    ramp = "batch_tokens=[[0,2048],[%d,4096]]"
+    assert compose("tiny", [ramp % 199]).warnings == []
+    assert compose("tiny", [ramp % 200]).warnings == [
+        "batch_tokens has a piece from step 200 on; the run ends before, steps=200"
+    ]
+
+
+def test_null_for_a_text_is_not_asked_to_be_quoted():
+    assert "recompute=null (override) is not legal here" in only("recompute=null")
+
+
+def test_a_long_value_is_cut_in_the_message():
+    assert len(only("steps=" + "x" * 9000)) < 400
 
 
 def test_fp16_is_refused_with_the_reason():
@@ -231,6 +310,27 @@ def test_a_batch_ramp_is_read_into_pairs_and_its_form_checked():
     assert ramp == ((0, 4096), (100, 8192))
     for wrong in ("[[1,4096]]", "[[0,4096],[0,8192]]", "[]", "[0,4096]", "[[0,0]]", "[[0,1.5]]"):
         assert only(f"batch_tokens={wrong}").startswith("batch_tokens=")
+
+
+def test_a_warm_up_of_the_sequence_length_cuts_evenly_and_ends_at_seq_len():
+    assert compose("tiny", ["seq_len_warmup=[[0,64],[5,256]]"]).recipe.seq_len_warmup == (
+        (0, 64),
+        (5, 256),
+    )
+    for wrong, part in (
+        ("64", "[data step, tokens] pairs"),
+        ("[[1,64],[5,256]]", "must start at step 0"),
+        ("[[0,0],[5,256]]", "must be from 1"),
+        ("[[0,96],[5,256]]", "the length 96, which does not divide seq_len=256"),
+        ("[[0,512],[5,256]]", "legal: 4, 8, 16, 32, 64, 128"),
+        ("[[0,128],[5,64],[9,256]]", "those of a warm-up increase"),
+        ("[[0,64],[5,128]]", "ends at 128 tokens, and seq_len=256 would never be reached"),
+    ):
+        line = only(f"seq_len_warmup={wrong}")
+        assert line.startswith("seq_len_warmup")
+        assert part in line
+    late = compose("tiny", ["steps=5", "seq_len_warmup=[[0,64],[5,256]]", "warmup=0"])
+    assert "the run ends after steps=5" in late.warnings[0]
 
 
 def test_head_shapes_are_checked():
@@ -290,6 +390,7 @@ def test_a_knob_given_twice_takes_the_later_value_and_says_so():
 def test_a_written_recipe_composes_back_to_the_same(dish, tmp_path):
     overrides = ["ds.zero_optimization.overlap_comm=true", "run='1e5'", "optim.lr=1e-5"]
     overrides += ["batch_tokens=[[0,8388608],[10,16777216]]", "data.attend=across"]
+    overrides += ["seq_len_warmup=[[0,64],[9,${seq_len}]]"]
     recipe = compose(dish, overrides).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_yaml(recipe))
@@ -308,6 +409,13 @@ def test_a_written_recipe_composes_back_to_the_same(dish, tmp_path):
         ("seq_len: [1\n", "line 2"),
         ("hydra: {run: {dir: x}}\n", "hydra settings are not used"),
         ("run: 7\n", "is not text; put it in quotes"),
+        ("5\n", "Invalid loaded object type"),
+        ("~: 2\n", "Incompatible key type"),
+        ("seed: ${\n", "no viable alternative at input '${'"),
+        ("seed: 010\n", "line 1: YAML reads 010 as 8"),
+        ("a: 1\nsteps: 12:30\n", "line 2: YAML reads 12:30 as 750"),
+        ("optim.lr: 1\n", "in a file groups are nested; write optim: {lr: ...}"),
+        ("defaults: [mine]\n", "its defaults list leads back to itself"),
     ],
 )
 def test_a_broken_recipe_file_is_refused_without_a_traceback(text, words, tmp_path):
@@ -316,6 +424,21 @@ def test_a_broken_recipe_file_is_refused_without_a_traceback(text, words, tmp_pa
     with pytest.raises(UserError) as caught:
         compose(str(path))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300 + ".yaml", "\0.yaml", "a\nb.yaml", "LOOP"])
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(name, tmp_path):
+    if name == "LOOP":
+        (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+        name = str(tmp_path / "loop.yaml")
+    line = only(dish=name)
+    assert line.startswith("recipe ")
+    assert len(line) < 1000
+
+
+def test_a_recipe_given_by_half_a_path_is_recognised():
+    for half in ("tiny.yaml", "recipes/tiny", "TINY"):
+        assert "; did you mean tiny?" in only(dish=half)
 
 
 def test_a_command_line_names_one_recipe():
@@ -346,6 +469,8 @@ def test_composing_creates_no_file_and_changes_no_folder(tmp_path, monkeypatch):
 def test_suggestions_look_at_the_last_part_of_a_name():
     names = list(knob_names())
     assert did_you_mean("optm.lr", names) == "; did you mean optim.lr?"
+    assert did_you_mean("SEQ_LEN", names) == "; did you mean seq_len?"
+    assert did_you_mean("dropout", names) == "."
     assert did_you_mean("xyzzy", names) == "."
 
 

@@ -150,9 +150,10 @@ def test_a_stale_or_edited_manifest_is_refused(corpus):
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"manifest.json: expected corpus_id \w+ .*, found \w+"):
         open_corpus(corpus)
-    path.write_text("{")
-    with pytest.raises(UserError, match="is not a manifest"):
-        open_corpus(corpus)
+    for text in ("{", '{"format": ' + "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is not a manifest"):
+            open_corpus(corpus)
     path.write_text('{"format": "corpus-99"}')
     with pytest.raises(UserError, match="expected format corpus-1, found 'corpus-99'"):
         open_corpus(corpus)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clones import make_clone, start
 from ranks import run_command
 from small_corpora import random_documents, write_corpus
+from warm import Warm
 
 from checkpoint.history import read as read_history
 from data.ledger import read_ledger
@@ -25,6 +27,7 @@ LATER = [
     "data.skip.advance=[[2,4],[11,13]]",
     "data.skip.no_update=[[9,10]]",
     "data.sources.a.weight=[[0,1],[10,5]]",
+    "data.skip.mask=[{source:a,documents:[80,81],tokens:[10,30],steps:[7,null]}]",
 ]
 FINISHED, REFUSED = 0, 93
 
@@ -39,27 +42,34 @@ def clone(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(clone) -> Path:
+def warm(clone) -> Iterator[Warm]:
+    """Starts on one rank, without a launcher."""
+    with Warm(clone) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(clone, warm) -> Path:
     """The final recipe from the start, on one rank."""
-    done = start(clone, "run=whole", *SHORT, *SOURCES, *LATER)
+    done = warm.start("run=whole", *SHORT, *SOURCES, *LATER)
     assert done.returncode == FINISHED, done.stdout
     return clone / "runs" / "whole"
 
 
 @pytest.fixture(scope="module")
-def grown(clone) -> Path:
+def grown(clone, warm) -> Path:
     """The same, its later parts given only when the run went on, on two ranks."""
     words = ["run=grown", *SHORT, *SOURCES, "zero=2"]
-    done = start(clone, *words, "data.skip.advance=[[2,4]]", "stop_after=5")
+    done = warm.start(*words, "data.skip.advance=[[2,4]]", "stop_after=5")
     assert done.returncode == FINISHED, done.stdout
     early = ["data.skip.advance=[[2,6]]", "data.sources.a.weight=3", "allow=[data]"]
-    done = start(clone, *words, *early)
+    done = warm.start(*words, *early)
     assert done.returncode == REFUSED
     assert "let new ones begin at data step 7 or later" in done.stdout
     assert "data.sources.NAME.weight=[[0,OLD],[7,NEW]]" in done.stdout
-    done = start(clone, *words, *LATER)
+    done = warm.start(*words, *LATER)
     assert done.returncode == REFUSED
-    assert done.stdout.count("allow it by name") == 3
+    assert done.stdout.count("allow it by name") == 4
     done = start(clone, *words, *LATER, "allow=[data.skip,data.sources]", nproc=2)
     assert done.returncode == FINISHED, done.stdout
     assert "SKIPPED: nothing to train on (data.skip)" in done.stdout
@@ -72,6 +82,8 @@ def test_a_run_trains_on_what_its_skips_leave(whole):
     assert [line["data_step"] for line in lines] == used
     assert [line["samples"] for line in lines] == [[8 * d, 8 * d + 8] for d in used]
     assert [line["step"] for line in lines if not line.get("update", True)] == [8]
+    (masked,) = [line for line in lines if "masked" in line]
+    assert (masked["data_step"], masked["masked"]) == (10, 20)
     metrics = read_metrics(whole)
     assert [line["skipped"] for line in metrics] == [step == 8 for step in range(1, STEPS + 1)]
     assert metrics[7]["loss"] is None
@@ -98,7 +110,7 @@ def test_a_list_that_grew_on_the_way_gives_the_run_of_the_final_list(whole, grow
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     changes = [line for line in read_history(grown) if line["kind"] == "override"]
     assert {line["key"] for line in changes} == {
-        "data.skip.advance", "data.skip.no_update", "data.sources.a.weight",
+        "data.skip.advance", "data.skip.no_update", "data.skip.mask", "data.sources.a.weight",
     }  # fmt: skip
     assert {line["first_step"] for line in changes} == {6}
     skips = [line["skips"] for line in read_ledger(grown / "ledger")]
@@ -120,6 +132,9 @@ def test_the_audit_rebuilds_both_runs(clone, whole, grown):
     assert f"{STEPS} of {STEPS} recorded steps rebuilt and equal" in done.stdout
     done = audit("audit-diff", "A=whole", "B=grown")
     assert "the batches of all 14 steps in both are equal" in done.stdout
+    done = audit("audit", "RUN=whole", "DOC=a:80", "TOKENS=0:30", "TEXT=1")
+    assert " tokens, of them 0 to 29, " in done.stdout
+    assert "masked in part" in done.stdout
     done = audit("audit", "RUN=whole", "STEP=8")
     assert "it did not move the weights" in done.stdout
     assert done.returncode == 0

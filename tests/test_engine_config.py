@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from data.schedule import read_schedule
 from model.config import DecoderConfig
 from model.decoder import Block
 from recipes.compose import compose
@@ -15,6 +16,7 @@ from recipes.schema import UserError
 from runtime.engine import check_kernels
 from runtime.engine_config import ROOT, EngineConfig, engine_config, load_preset, preset_names
 from runtime.engine_keys import KEYS, LEAF_CLASSES, OWNED, REFUSED
+from runtime.settle import settle
 
 PRESETS = ("pipeline", "zero1", "zero2", "zero3", "zero3_offload")
 
@@ -123,6 +125,11 @@ def test_a_real_conflict_names_both_places(own_json):
     assert "contradicts True" in only("ds.bf16.enabled=1", "precision=bf16")
 
 
+def test_text_for_true_or_false_and_null_are_no_values_of_an_owned_key():
+    assert "bf16.enabled='false' is not true or false, but text" in only("ds.bf16.enabled='false'")
+    assert "is not a number; the recipe owns it (optim.clip)" in only("ds.gradient_clipping=null")
+
+
 def test_two_precisions_are_both_named():
     text = "\n".join(refused("ds.fp16.enabled=true", "ds.bf16.enabled=true"))
     assert "ds.fp16" in text
@@ -179,6 +186,28 @@ def test_bucket_sizes_are_exact_ints_from_any_notation(value, own_json):
     text = f'{{"zero_optimization": {{"stage": 1, "reduce_bucket_size": {written}}}}}'
     made = config(own_json(text))
     assert type(made.json["zero_optimization"]["reduce_bucket_size"]) is int
+
+
+def test_names_types_and_ranges_are_told_where_there_is_no_layout_either():
+    given = ["steps=9", "micro_batch=3", "ds.gradient_cliping=1", "ds.bf16.enabled=text"]
+    recipe = compose("tiny", [*given, "ds.gradient_clipping=0.5"]).recipe
+    with pytest.raises(UserError) as caught:
+        settle(recipe, 1, read_schedule(recipe.batch_tokens, recipe.seq_len))
+    layout, *keys = caught.value.problems
+    assert layout.startswith("batch_tokens=2048 is not a multiple")
+    assert [line.split(" ")[0] for line in keys] == [
+        "ds.gradient_cliping:", "ds.bf16.enabled='text'"
+    ]  # fmt: skip
+
+
+def test_what_would_fill_the_memory_or_round_gradients_to_nothing_is_refused():
+    assert "must be at most 10000000000" in only("ds.zero_optimization.reduce_bucket_size=1e12")
+    scatter = "ds.zero_optimization.reduce_scatter=false"
+    assert "must be at most 1048576" in only("zero=2", scatter, "ds.gradient_predivide_factor=1e30")
+
+
+def test_a_wrong_type_of_gradients_is_told_once():
+    assert only("ds.data_types.grad_accum_dtype=fp16").startswith("ds.data_types.grad_accum_dtype")
 
 
 def test_values_of_the_wrong_type_or_range_are_refused():

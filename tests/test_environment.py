@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.environment import passed, watched
+from launch.environment import left_here, passed, watched
 from recipes.schema import UserError
 
 ODD = "a b'c\"d\n$(id);é*="
@@ -22,6 +22,12 @@ def test_only_what_steers_the_libraries_goes_along():
         "MASTER_ADDR": "elsewhere",
     }
     assert passed(environ) == {"NCCL_DEBUG": ODD, "OMP_NUM_THREADS": "4"}
+
+
+def test_a_variable_that_does_not_go_along_although_it_was_set_is_named():
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert len(left_here(environ, [])) == 1
+    assert left_here(environ, ["CUDA_VISIBLE_DEVICES"]) == left_here({}, []) == []
 
 
 def test_a_secret_goes_only_when_it_is_named_and_is_never_compared():

@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 
 from runtime import event_files
 from runtime.clock import StepTimes
-from runtime.event_files import ONLY_WHEN_ANY, PAGE, RESULTS, SERIES, segment_folder
+from runtime.event_files import FAMILIES, ONLY_WHEN_ANY, PAGE, RESULTS, SERIES, segment_folder
 from runtime.metrics import MetricsWriter
 
 
@@ -74,10 +74,10 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     ramp = lambda step: 100 if step < 3 else 400  # noqa: E731
     train(folder, 1, 6, after_step=0, tokens_of=ramp).close()
     accumulator = read(folder)
-    others = ("checkpoint/", "goodput/")  # of saves, and of lives
+    others = ("saves/", "wall_clock/")  # of saves, and of lives
     tags = {tag for tag, _ in SERIES.values() if not tag.startswith(others)}
-    tags -= {"memory/device_gib", "communication/mib_per_step"}
-    seen = {tag for tag in accumulator.Tags()["scalars"] if not tag.startswith("goodput/")}
+    tags -= {"memory/device_gib", "traffic/mib_per_step"}
+    seen = {tag for tag in accumulator.Tags()["scalars"] if not tag.startswith("wall_clock/")}
     assert seen - {"memory/device_gib"} == tags
     sparse = {SERIES[field][0] for field in (*ONLY_WHEN_ANY, "val_loss")}
     for tag in tags - sparse:
@@ -92,7 +92,6 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     ]
     assert points(accumulator, "loss/validation") == {3: 3.5, 6: 6.5}
     assert points(accumulator, "time/eval_s") == {3: 1.0, 6: 1.0}
-    assert points(accumulator, "time/save_s") == {5: 2.0}
     assert points(accumulator, "throughput/tokens_per_s")[6] == 800.0
     assert points(accumulator, "throughput/mfu")[6] == pytest.approx(0.4)
     assert math.isnan(points(accumulator, "optimizer/grad_norm")[2])
@@ -185,21 +184,58 @@ def test_hyper_parameters_have_their_values_and_the_result_metrics_of_the_run(tm
 
 
 def test_the_custom_page_draws_only_series_that_exist(tmp_path):
+    """Those of ranks and GPUs, which not every run has, from their first point on."""
     folder = tmp_path / "run"
     writer = train(folder, 1, 2, after_step=0)
-    writer.describe({}, {})
+    writer.describe({}, {}, unrecorded=["val_loss", "eval_s"])
+    charts = charts_of(read(folder))
+    missing = {"loss/validation", "time/eval_s"}
+    missing |= {tag for charts in PAGE.values() for tag in charts.values() if ".+" in tag}
+    assert set(charts) == {tag for titles in PAGE.values() for tag in titles.values()} - missing
+    writer.ranks(2, [0.1, 0.2])
+    assert set(charts_of(read(folder))) - set(charts) == {"rank/.+/own_s"}
+    writer.devices(2, "a", [{"index": 0, "temperature_c": 60, "power_w": 600.0}])
     writer.close()
+    found = charts_of(read(folder))
+    tags = read(folder).Tags()["scalars"]
+    assert set(charts) < set(found)
+    assert [tag for tag in tags if re.search(found["node/.+/power_w"], tag)] == [
+        "node/a/gpu/0/power_w"
+    ]
+    assert len([tag for tag in tags if re.search(found["rank/.+/own_s"], tag)]) == 2
+    for tag in {tag for tag, _ in SERIES.values()}:
+        assert [each for each in found if re.search(found[each], tag)] in ([], [tag])
+
+
+def charts_of(accumulator) -> dict[str, str]:
+    """Series of PAGE -> the expression of its chart on the newest page."""
     page = layout_pb2.Layout()
     page.ParseFromString(
-        read(folder).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+        accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
     )
-    assert [category.title for category in page.category] == list(PAGE)
-    tags = {tag for tag, _ in SERIES.values()}
-    for category in page.category:
-        for chart in category.chart:
-            [expression] = chart.multiline.tag
-            found = [tag for tag in tags if re.search(expression, tag)]
-            assert found == [PAGE[category.title][chart.title]]
+    return {
+        PAGE[category.title][chart.title]: chart.multiline.tag[0]
+        for category in page.category
+        for chart in category.chart
+    }
+
+
+def test_no_group_of_series_sorts_before_the_loss():
+    assert min(tag for tag, _ in SERIES.values()).startswith("loss/")
+    assert all(f"{family}/" > "loss/" for family in FAMILIES)
+
+
+def test_columns_that_stay_empty_are_not_shown(tmp_path):
+    writer = MetricsWriter(tmp_path, world=1, flops_per_token=1e6, peak_flops=None)
+    writer.describe({"zero": "2"}, {}, unrecorded=["val_loss"])
+    writer.close()
+    content = read(tmp_path).PluginTagToContent("hparams")[hparams.EXPERIMENT_TAG]
+    shown = {info.name.tag for info in hparams.parse_experiment_plugin_data(content).metric_infos}
+    assert shown == {
+        tag
+        for field, (tag, _) in RESULTS.items()
+        if field not in ("mfu", "val_loss", "best_val_loss")
+    }
 
 
 def test_recipe_and_deepspeed_json_are_shown_as_text(tmp_path):

@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from types import SimpleNamespace
 
@@ -22,8 +23,8 @@ from checkpoint.commit import save
 from checkpoint.export import export
 from checkpoint.index import Fragment
 from checkpoint.rectangles import Box
-from checkpoint.weights import check_fit, weights_from
-from data.tokenizer import byte_tokenizer
+from checkpoint.weights import check_fit, check_names, find_tokenizer, weights_from
+from data.tokenizer import byte_tokenizer, train_bpe
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.init import fill
@@ -219,6 +220,31 @@ def test_an_existing_folder_is_never_overwritten(tmp_path):
         export(tmp_path / "run", tmp_path / "out")
 
 
+def test_two_exports_at_once_do_not_touch_each_other_and_leftovers_go(tmp_path, monkeypatch):
+    trained(tmp_path / "run")
+    killed, other = (tmp_path / f"out.tmp-{process}" for process in (2**30, os.getppid()))
+    killed.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(exporter, "compare_logits", lambda *_: (tmp_path / "out").mkdir())
+    with pytest.raises(UserError, match="was made by another process meanwhile"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["run", "out", other.name])
+
+
+def test_a_tokenizer_that_the_run_was_not_trained_with_is_refused(tmp_path):
+    one, other = byte_tokenizer(), train_bpe(["some text"], 300)
+    for tokenizer, name in ((one, "a"), (other, "b")):
+        tokenizer.save(tmp_path / name / "tokenizer")
+    sources = {name: {"corpus": str(tmp_path / name)} for name in ("gone", "b", "a")}
+    state = {"recipe": {"data": {"sources": sources}}}
+    assert find_tokenizer(state) == tmp_path / "b" / "tokenizer"
+    state["data"] = {"tokenizer": one.fingerprint()[:16]}
+    assert find_tokenizer(state) == tmp_path / "a" / "tokenizer"
+    del sources["a"]
+    with pytest.raises(UserError, match="not the tokenizer that the run was trained with"):
+        find_tokenizer(state)
+
+
 def test_the_command_exports_the_step_asked_for_or_says_why_not(tmp_path, capsys):
     for step in (3, 4):
         trained(tmp_path / "run", step)
@@ -226,17 +252,17 @@ def test_the_command_exports_the_step_asked_for_or_says_why_not(tmp_path, capsys
     assert exporter.main(arguments) == 0
     out = tmp_path / "run" / "export" / "step-00000003-fp32"
     assert str(out) in capsys.readouterr().out
-    assert exporter.main(arguments) == 2
+    assert exporter.main(arguments) == 93
     assert "never overwritten" in capsys.readouterr().err
-    assert exporter.main([str(tmp_path / "run"), "--step", "5"]) == 2
+    assert exporter.main([str(tmp_path / "run"), "--step", "5"]) == 93
     assert "it has: 3, 4" in capsys.readouterr().err
 
 
 def test_a_full_disk_or_a_wrong_place_is_said_in_a_line(tmp_path, capsys):
     trained(tmp_path / "run")
     (tmp_path / "file").write_text("")
-    assert exporter.main([str(tmp_path / "run"), "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "refused: [Errno 20] Not a directory" in capsys.readouterr().err
+    assert exporter.main([str(tmp_path / "run"), "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "failed: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_text_comes_from_a_run_or_an_exported_folder_or_not_at_all(tmp_path, capsys):
@@ -248,17 +274,25 @@ def test_text_comes_from_a_run_or_an_exported_folder_or_not_at_all(tmp_path, cap
         assert sampler.main([str(out), "--prompt", prompt, "--tokens", "3"]) == 0
         assert prompt.replace("<|endoftext|>", "").strip() in capsys.readouterr().out
     bad = ["--tokens=0", "--temperature=nan", "--top-p=0", "--seed=-1", "--prompt=\udcff"]
-    assert sampler.main([str(out), *bad]) == 2
+    assert sampler.main([str(out), *bad]) == 93
     message = capsys.readouterr().err
     for word in ("--tokens", "--temperature", "--top-p", "--seed", "UTF-8"):
         assert word in message
-    assert sampler.main([str(tmp_path / "run")]) == 2
+    assert sampler.main([str(tmp_path / "run")]) == 93
     assert "its corpus has no tokenizer" in capsys.readouterr().err
+    (out / "tokenizer_config.json").write_text("{}")
+    assert sampler.main([str(out)]) == 93
+    assert "no end token to begin with; give a PROMPT" in capsys.readouterr().err
+    larger = byte_tokenizer()._tokenizer
+    larger.add_tokens([f"<{number}>" for number in range(100)])
+    larger.save(str(out / "tokenizer.json"))
+    assert sampler.main([str(out), "--prompt=<99>"]) == 93
+    assert "gives the id 356, its model has 320 rows" in capsys.readouterr().err
     (out / "model.safetensors").write_bytes(b"x")
-    assert sampler.main([str(out)]) == 2
+    assert sampler.main([str(out)]) == 93
     (out / "model.safetensors").unlink()
     (out / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(mark)))
-    assert sampler.main([str(out)]) == 2
+    assert sampler.main([str(out)]) == 93
     assert capsys.readouterr().err.count("cannot load it") == 2
     assert not mark.exists()
 
@@ -382,6 +416,33 @@ def test_quantized_weights_are_refused_without_a_word_in_the_config(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UserError, match=r"model\.norm\.weight is stored as I8"):
         weights_from(str(tmp_path / "folder"))
+
+
+def test_a_second_copy_of_a_tied_weight_must_be_the_same(tmp_path):
+    hugging_face(tmp_path / "folder", tie_word_embeddings=True, num_key_value_heads=None)
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        weights_from(str(tmp_path / "folder"))
+    path = tmp_path / "folder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # as old folders have
+    save_file(tensors, path, {"format": "pt"})
+    weights = weights_from(str(tmp_path / "folder"))
+    assert weights.shapes.keys() == tensors.keys() - {
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    }
+    assert weights.model["num_key_value_heads"] == SHAPE["num_attention_heads"]
+
+
+def test_weights_that_do_not_fit_are_named_but_not_by_the_hundred(tmp_path):
+    trained(tmp_path / "run")
+    weights = weights_from(str(tmp_path / "run"))
+    config = DecoderConfig(**(SHAPE | {"hidden_size": 64}), max_position_embeddings=64)
+    with pytest.raises(UserError) as caught:
+        check_names(weights, config)
+    assert len(caught.value.problems) == 21
+    assert caught.value.problems[-1] == "... and 1 more weights that do not fit"
 
 
 def test_a_mistral_folder_without_a_short_window_is_read(tmp_path):

@@ -13,7 +13,8 @@ import pytest
 from ranks import ROOT
 from test_devices import script
 
-from launch import facts, network
+from launch import facts, local, network
+from recipes.compose import compose
 from recipes.schema import UserError
 
 
@@ -43,6 +44,17 @@ def test_cards_are_read_with_what_ails_them(tmp_path, monkeypatch):
     assert (first["name"], first["driver"], first["ailments"]) == ("NVIDIA H200", "570.124.06", [])
     [(what, action, _)] = second["ailments"]
     assert (what, action) == ("remap_pending", "reset the GPU")
+
+
+def test_a_start_on_this_machine_refuses_an_ailing_card_of_its_ranks(tmp_path, monkeypatch):
+    show_cards(tmp_path, monkeypatch, {}, {"remapped": [[0, 1, 1, 0]]})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    recipe = compose("tiny", ["run=a"]).recipe
+    monkeypatch.setattr(local, "ROOT", tmp_path)
+    monkeypatch.setattr(local, "check", lambda words, ranks: local.Checked(recipe, 0.0))
+    with pytest.raises(UserError, match=r"GPU 1: a memory row waits for a reset.*reset the GPU"):
+        local.start_here(["recipe=tiny"], 2, once=False)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_host_without_a_driver_has_no_cards_unless_there_are_device_files(monkeypatch):
@@ -102,6 +114,18 @@ def test_the_port_that_was_asked_for_is_looked_at():
         busy = server.getsockname()[1]
         assert facts.port(busy) == {"number": busy, "is_free": False}
     assert network.LOW_PORT <= facts.port(None)["number"] <= network.HIGH_PORT
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are():
+    for fits in ("GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME==lo", "NCCL_SOCKET_IFNAME=q,l",
+                 "NCCL_SOCKET_IFNAME=^lo"):  # fmt: skip
+        name, _, value = fits.partition("=")
+        assert network.missing_interfaces({name: value}, True) == []
+    environ = {"GLOO_SOCKET_IFNAME": "lo,none0", "NCCL_SOCKET_IFNAME": "=l"}
+    gloo, nccl = network.missing_interfaces(environ, True)
+    assert gloo.startswith("GLOO_SOCKET_IFNAME=lo,none0, but the interfaces are ")
+    assert nccl.startswith("NCCL_SOCKET_IFNAME==l, but")
+    assert network.missing_interfaces(environ, False) == [gloo]
 
 
 def test_who_knocks_with_the_token_is_let_in_and_others_are_not():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.lineage import encode
 from runtime import forecast, goodput, operate
 from runtime.forecast import Costs
 from runtime.goodput import account, lives_of, shares
@@ -219,8 +220,7 @@ def test_steps_that_a_rewind_took_back_are_no_goodput(folder):
         {"kind": "segment", "segment": 0, "parent": None, "first_step": 1},
         {"kind": "segment", "segment": 1, "parent": {"segment": 0, "step": 20}, "first_step": 21},
     ]
-    text = "".join(json.dumps(line) + "\n" for line in opened)
-    (folder / "history.jsonl").write_text(text)
+    (folder / "history.jsonl").write_bytes(b"".join(map(encode, opened)))
     after = account(goodput.read_lives(folder))
     assert after["useful"] == 20.0
     assert after["redone"] == before["redone"] + before["useful"] - 20.0

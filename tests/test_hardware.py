@@ -356,5 +356,5 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     tags = set(board.Tags()["scalars"])
     for index in (0, 1):
         names = ("temperature_c", "power_w", "throttle", "ecc_uncorrected", "utilization_percent")
-        assert {f"gpu/{host}/{index}/{name}" for name in names} <= tags
+        assert {f"node/{host}/gpu/{index}/{name}" for name in names} <= tags
     assert {"rank/0/own_s", "rank/1/own_s", "loss/train"} <= tags

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from checkpoint import history
+from checkpoint import choose, history, verify
 from checkpoint.choose import Keep, at_step
 from checkpoint.comm import Alone
 from checkpoint.commit import save
@@ -217,9 +217,64 @@ def test_a_damaged_history_is_refused_and_never_read_as_another_lineage(run):
     (run / "history.jsonl").write_bytes(b"\n".join([whole[0], whole[2], b""]))
     with pytest.raises(UserError, match=r"segments are \[0, 2\]"):
         steps(run)
-    (run / "history.jsonl").write_bytes(b"\n".join([whole[0], whole[1].replace(b":", b";"), b""]))
-    with pytest.raises(UserError, match="line 2 is damaged"):
-        steps(run)
+
+
+def test_a_flipped_bit_anywhere_in_the_history_is_refused_by_its_line(run):
+    """One in a range of skips would train another run."""
+    history.rewind(run, 80, (85, 90))
+    path = run / "history.jsonl"
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for place in range(first, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(UserError, match=r"history.jsonl line [23] is damaged"):
+            read(run)
+    old = whole[: whole.rindex(b", ")] + b"}\n"  # as an earlier version wrote it
+    path.write_bytes(old)
+    with pytest.raises(
+        UserError, match="line 2 is damaged: it has no digest, its text gives"
+    ) as no:
+        read(run)
+    wanted = re.search(r"gives (\w{16})", str(no.value))[1]
+    path.write_bytes(old[:-2] + f', "digest": "{wanted}"}}\n'.encode())
+    assert path.read_bytes() == whole
+    assert len(read(run)) == 2
+
+
+def test_verify_reads_what_belongs_to_the_run_and_with_all_whatever_there_is(run, capsys):
+    history.rewind(run, 60)
+    put(run, 70, segment=1)
+    choose.set_aside([run / "checkpoints" / "step-00000040"])
+    flipped = run / "checkpoints" / "step-00000100" / "rank-00000.bin"
+    flipped.write_bytes(bytes([flipped.read_bytes()[0] ^ 1]) + flipped.read_bytes()[1:])
+
+    def verified(*words):
+        status = verify.main([str(run), *words])
+        said = capsys.readouterr()
+        lines = [line.partition(";")[0] for line in said.out.splitlines() if ";" in line]
+        return status, lines, said.err
+
+    own = ["step 20: whole", "step 60: whole", "step 70 of segment 1: whole"]
+    assert verified() == (0, own, "")
+    status, lines, _ = verified("--all")
+    assert status == 1
+    assert lines == [
+        own[0],
+        "step 40 (set aside, step-00000040.damaged-1): whole",
+        own[1],
+        own[2],
+        "step 80 (abandoned): whole",
+        "step 100 (abandoned): damaged",
+    ]
+    assert verified("--all", "--step=80") == (0, ["step 80 (abandoned): whole"], "")
+    status, _, said = verified("--step=100")
+    assert status == 93
+    assert "no checkpoint of step 100 to verify; ALL=1 looks at abandoned ones, too" in said
+    path = run / "history.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 60', b'"step": 61'))
+    assert verified()[0] == 93
 
 
 def test_a_change_on_record_is_what_the_next_start_compares_with(run):

@@ -83,10 +83,21 @@ def test_include_and_exclude_choose_hosts_and_slots():
         ("a:9", "", "slots 0 to 3, not 9"),
         ("a:x", "", "NAME:SLOT"),
         ("a", "b", "give one of them"),
-        ("", "a@b@c", "no host"),
+        ("", "a@b@c", r"EXCLUDE=a@b@c leaves none of the hosts \(a, b, c\)"),
     ):
         with pytest.raises(UserError, match=match):
             choose(hosts, include, exclude)
+
+
+def test_names_are_compared_as_dns_does_and_ipv6_addresses_have_colons():
+    with pytest.raises(UserError, match=r"NODE1\.Here\. is in line 1 already"):
+        parse("node1.here slots=1\nNODE1.Here. slots=1\n", "hosts")
+    hosts = [Host("Node1", 2), Host("fd00::2", 4), Host("fd00::2:1", 4)]
+    two = [Host("Node1", 2), Host("fd00::2", 2, (1, 3))]
+    assert choose(hosts, include="node1@FD00::2:1,3") == two
+    assert choose(hosts, include="fd00::2:1") == [Host("fd00::2:1", 4)]
+    with pytest.raises(UserError, match=r"'fd00::3' is not one of the hosts \(Node1, fd00::2"):
+        choose(hosts, include="fd00::3")
 
 
 def test_every_host_takes_the_same_number_of_ranks():

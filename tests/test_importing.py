@@ -1,7 +1,6 @@
 """Tokenized files of other tools become corpora with the same tokens; ours are read by them."""
 
 import json
-import struct
 import subprocess
 import sys
 
@@ -130,17 +129,44 @@ def test_offsets_past_two_and_four_gib_end_documents_where_they_should(tmp_path,
         assert bool(one.shard.notes) == (offsets is wrapped)
 
 
+# What TokenizedFile of datatrove 0.10.1 wrote for DOCUMENTS, by token_size, with
+# save_loss_metadata, save_final_metadata and tokenizer_name_or_path="t".
+DATATROVE = {
+    2: {
+        "x.ds": "0500060007000000080000000900090009000900090000002c0101000000",
+        "x.ds.index": "040000000000000006000000000000000c000000000000000f00000000000000",
+        "x.ds.loss": "01" * 15,
+        "x.ds.metadata": b"t|2\n15\n15.0 T".hex(),
+    },
+    4: {
+        "x.ds": "".join(f"{i % 256:02x}{i // 256:02x}0000" for i in FLAT),
+        "x.ds.index": "040000000000000006000000000000000c000000000000000f00000000000000",
+        "x.ds.loss": "01" * 15,
+        "x.ds.metadata": b"t|4\n15\n15.0 T".hex(),
+    },
+}
+
+
 def test_datatrove_files_give_their_documents(tmp_path):
-    """As datatrove's TokenizedFile writes them: tokens, and uint64 ends in tokens."""
-    for code, name in (("H", "a"), ("I", "b")):
+    for size, name in ((2, "a"), (4, "b")):
         folder = tmp_path / name
         folder.mkdir()
-        ends = np.cumsum(LENGTHS).tolist()
-        (folder / "x.ds").write_bytes(struct.pack(f"<{len(FLAT)}{code}", *FLAT))
-        (folder / "x.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-        (folder / "x.ds.metadata").write_text("t|2\n15\n15 T")
+        for file, written in DATATROVE[size].items():
+            (folder / file).write_bytes(bytes.fromhex(written))
         bring(folder, tmp_path / f"c{name}")
         assert tokens_of(tmp_path / f"c{name}") == DOCUMENTS
+    loss, said = tmp_path / "b" / "x.ds.loss", []
+    loss.write_bytes(b"\1\1\0\0" + b"\1" * 11)
+    with pytest.raises(UserError, match=r"x.ds.loss: takes 2 tokens out .* loss=ignore"):
+        bring(tmp_path / "b", tmp_path / "d")
+    bring(tmp_path / "b", tmp_path / "d", "loss=ignore", say=said.append)
+    assert tokens_of(tmp_path / "d") == DOCUMENTS
+    assert "2 tokens give loss although .loss files take them out" in said
+    with pytest.raises(UserError, match="loss=no: is neither keep nor ignore"):
+        bring(tmp_path / "b", tmp_path / "e", "loss=no")
+    loss.write_bytes(b"\1" * 14)
+    with pytest.raises(UserError, match=r"x.ds.loss: found 14 bytes, expected one for each of the"):
+        bring(tmp_path / "b", tmp_path / "e", "loss=ignore")
     assert digest(tmp_path / "ca").splitlines()[1:] != []
     (tmp_path / "a" / "x.ds").write_bytes(b"\0" * 7)
     with pytest.raises(UserError, match=r"x.ds: found 7 bytes, expected 30 or 60"):
@@ -178,6 +204,14 @@ def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
         settings = read_words(ImportSettings, words, "x")
         with pytest.raises(UserError, match=r"holds the id.* 300, expected 0 to 299"):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
+    for words, problem in (
+        (("vocab_size=0", "eod_id=0"), "vocab_size=0: is not from 1 to"),
+        (("vocab_size=400", "eod_id=-1"), "eod_id=-1: is no id from 0 to 399"),
+        (("vocab_size=400", "eod_id=400"), "eod_id=400: is no id from 0 to 399"),
+    ):
+        settings = read_words(ImportSettings, words, "x")
+        with pytest.raises(UserError, match=problem):
+            import_corpus(str(prefix), tmp_path / "c", None, settings)
     with pytest.raises(UserError, match="TOKENIZER= is not given"):
         import_corpus(str(prefix), tmp_path / "c", None, ImportSettings())
     with pytest.raises(UserError, match="eod_id=0: the tokenizer's end token has the id 256"):
@@ -209,6 +243,27 @@ def test_damaged_pairs_are_refused_with_their_names(tmp_path, damage):
     }[damage]
     with pytest.raises(UserError, match=problem):
         bring(prefix, tmp_path / "c")
+
+
+def test_half_a_pair_and_the_same_ids_twice_are_refused(tmp_path):
+    prefix = megatron(tmp_path / "in")
+    half = prefix.with_name("half.idx")
+    half.write_bytes(prefix.with_suffix(".idx").read_bytes())
+    with pytest.raises(UserError, match=r"half\.bin: there is an .idx but no .bin"):
+        bring(prefix.parent, tmp_path / "c")
+    half.with_suffix(".bin").symlink_to(prefix.with_suffix(".bin"))
+    with pytest.raises(UserError, match="is the same file as"):
+        bring(prefix.parent, tmp_path / "c")
+    half.with_suffix(".bin").unlink()
+    bring(prefix, tmp_path / "alone")
+    prefix.with_suffix(".bin").rename(tmp_path / "moved.bin")
+    with pytest.raises(UserError, match=r"found no such file \(it is a link to .*s\.bin\)"):
+        open_corpus(tmp_path / "alone")
+    (tmp_path / "moved.bin").rename(prefix.with_suffix(".bin"))
+    half.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes())
+    with pytest.raises(UserError, match="holds the same ids as"):
+        bring(prefix.parent, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_is_held_out_never_overlaps(tmp_path):

@@ -298,11 +298,11 @@ def test_a_second_call_does_nothing_and_another_corpus_is_not_overwritten(tmp_pa
     said = []
     build(source, tmp_path / "c", say=said.append)
     assert "nothing to do" in said[0]
-    with pytest.raises(UserError, match="was not made by this command from this input"):
+    with pytest.raises(UserError, match="is a corpus already, of another input"):
         build(source, tmp_path / "c", "min_chars=3")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "x").write_text("precious")
-    with pytest.raises(UserError, match="was not made by this command"):
+    with pytest.raises(UserError, match="is there and is no corpus"):
         build(source, tmp_path / "thesis")
     assert (tmp_path / "thesis" / "x").read_text() == "precious"
 
@@ -327,6 +327,23 @@ def test_a_failed_build_leaves_no_corpus_and_only_a_changed_file_is_read_again(
     build(source, tmp_path / "c")
     assert read == ["b.jsonl"]
     assert texts_of(tmp_path / "c") == [*GOOD[:9], "mended"]
+
+
+def test_a_build_that_finished_nothing_leaves_no_work_folder(tmp_path):
+    source = write_files(tmp_path / "in", {"b.jsonl": b'{"text": 3}\n'})
+    with pytest.raises(UserError, match="field 'text' is a number"):
+        build(source, tmp_path / "c")
+    assert sorted(os.listdir(tmp_path)) == [".c.lock", "in"]
+
+
+def test_an_out_folder_inside_the_input_is_refused_and_nothing_of_it_is_called_removable(tmp_path):
+    source = write_files(tmp_path / "in", {"a.jsonl": json_lines(GOOD)})
+    for out in (source, source / "deep" / "c"):
+        with pytest.raises(UserError, match=r"lies in IN=.*where the next build would read it"):
+            build(source, out)
+    assert os.listdir(source) == ["a.jsonl"]
+    with pytest.raises(UserError, match=r"is there and is no corpus; name another folder$"):
+        build(source / "*.jsonl", source)
 
 
 def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -379,7 +396,7 @@ def test_the_verb_refuses_what_is_missing_without_a_traceback(mixed, tmp_path, c
         ("--in", str(tmp_path / "*.jsonl"), "there is no such file"),
     ):
         words = [word for pair in (given | {name: value}).items() for word in pair]
-        assert ingest.main(words) == 1
+        assert ingest.main(words) == 93
         assert problem in capsys.readouterr().err
     assert ingest.main([word for pair in given.items() for word in pair] + ["valid=0"]) == 0
     assert "documents kept" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from launch.judge import Need, judge
+from launch.judge import Need, ailing, judge
 from launch.link_speeds import slow_links
 from runtime.device_table import ailments
 
@@ -30,6 +30,7 @@ GOOD = {
     "disk": {"runs/": 100.0, "temporary files": 50.0, "/dev/shm": 10.0},
     "disk_mib_per_s": {"runs/": 900.0, "temporary files": 800.0},
     "shared": None,
+    "missing_interfaces": [],
     "folders": {"corpora/x": "cc"},
     "port": {"number": 29001, "is_free": True},
     "gpus": {"cards": [CARD, CARD | {"index": 1}]},
@@ -45,6 +46,26 @@ def ail(facts: dict, **states) -> None:
 
 def hosts(count: int = 3) -> dict[str, dict]:
     return {f"n{n}": copy.deepcopy(GOOD) | {"machine": f"n{n} x"} for n in range(1, count + 1)}
+
+
+def test_on_one_machine_only_cards_that_the_ranks_use_are_judged():
+    cards = [CARD | {"index": index, "ailments": []} for index in range(4)]
+    cards[2]["ailments"] = [list(each) for each in ailments({"is_lost": True})]
+    for ranks, visible, is_refused in (
+        (2, None, False),
+        (3, None, True),
+        (3, "3,1,0", False),
+        (2, "3, 2", True),
+        (1, "3,2", False),
+        (1, "GPU-5fc1", True),  # which of them is not known
+        (1, "", False),
+        (1, "-1", False),
+    ):
+        environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        found = ailing(cards, ranks, environ)
+        assert bool(found) == is_refused, (ranks, visible)
+        assert all("GPU 2: the GPU is lost" in line for line in found)
+    assert ailing([], 1, {}) == []
 
 
 def problems(facts, skews=None, need=Need(2)):  # noqa: B008
@@ -69,6 +90,10 @@ ODD = {
     "a variable of its own": (
         lambda f: f["environment"].update(NCCL_P2P_DISABLE="1"),
         ["variable NCCL_P2P_DISABLE 1", "is not set on n1"],
+    ),
+    "an interface": (
+        lambda f: f["missing_interfaces"].append("GLOO_SOCKET_IFNAME=eth9, but the ..."),
+        ["GLOO_SOCKET_IFNAME=eth9", "unset it"],
     ),
     "a missing folder": (lambda f: f.update(shared="/p/runs: No such file"), ["not shared", "/p"]),
     "a missing corpus": (lambda f: f["folders"].update({"corpora/x": None}), ["corpora/x"]),

@@ -83,5 +83,5 @@ def test_everything_is_listed_once():
 
 
 def test_nothing_found_is_said_and_fails(capsys):
-    assert knobs.main(["--find", "xyzzy"]) == 1
-    assert "xyzzy" in capsys.readouterr().out
+    assert knobs.main(["--find", "xyzzy"]) == 93
+    assert "xyzzy" in capsys.readouterr().err

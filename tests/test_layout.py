@@ -89,6 +89,8 @@ def test_an_illegal_request_is_refused_with_arithmetic_and_a_way_out(knobs, worl
         (Parallel(tensor=4), {"seq_len": 30, "batch_tokens": 8 * 30}, 4, ["30", "= 4", "28 or 32",
          "parallel.sequence=false"]),
         (Parallel(context=8), {}, 8, ["parallel.context=8", "4 query", "sizes: 1, 2, 4"]),
+        (Parallel(context=4), {"seq_len_warmup": ((0, 2), (9, 32))}, 4,
+         ["seq_len_warmup: 2 is not a multiple of parallel.context=4", "nearest: 4"]),
         (Parallel(tensor=2, context=4), {}, 8, ["2 query and 2 key-value", "sizes: 1, 2"]),
     ],
 )  # fmt: skip
@@ -145,6 +147,10 @@ def test_layouts_prints_every_layout_once(capsys):
     own = next(row for row in rows if "<-" in row)
     assert own[:5] == ["8", "1", "8", "16", "1"]
     assert "parallel.across_hosts=true" in shown
+    # A rule is told once, not once for each size that breaks it.
+    rules = shown.split("illegal: ")[1]
+    assert rules.count("must split evenly") == rules.count("would cross hosts") == 1
+    assert "parallel.tensor=16: the 64 query" in rules
 
 
 def test_layouts_refuses_what_the_run_would_refuse(capsys):

@@ -1,6 +1,7 @@
 """The ledger: what it writes, what a kill leaves, and hashes that depend on the text alone."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -45,6 +46,15 @@ def test_a_line_says_what_the_step_trained_on(tmp_path):
         "sources": {"prose": 8},
     }
     assert second["step"] == 2
+
+
+def test_lines_can_be_made_durable_before_the_end(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    ledger = Ledger(tmp_path)
+    append(ledger, 1)
+    ledger.sync()
+    assert synced == [str(tmp_path / STEPS_FILE)]
 
 
 def test_a_torn_last_line_is_ignored_and_cut_before_the_next_append(tmp_path):

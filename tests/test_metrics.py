@@ -5,6 +5,7 @@ Everything runs in one process without a model: the numbers are hand-made and th
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from runtime.console import summary_text
 from runtime.memory import GIB, peak_device_gib, peak_host_gib
 from runtime.metrics import MetricsWriter, hyper_parameters, summary
 from runtime.records import (
+    TAIL_BYTES,
+    last_lines,
     read_events,
     read_lines,
     read_metrics,
@@ -64,6 +67,15 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
 # ---- the line file
 
 
+def test_lines_can_be_made_durable_while_the_run_goes_on(tmp_path, monkeypatch):
+    writer, synced = make_writer(tmp_path / "run"), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    write_step(writer, 1)
+    writer.sync()
+    assert synced == [str(tmp_path / "run" / "metrics.jsonl")]
+    writer.close()
+
+
 def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
     writer = make_writer(tmp_path / "run", world=2, flops_per_token=6e6, peak_flops=1e10)
     times = StepTimes(0.5, 0.05, 0.3, 0.1, eval_s=2.0, save_s=3.0, other_s=0.05)
@@ -96,13 +108,29 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         optimizer_s=0.1,
         other_s=0.05,
         eval_s=2.0,
-        save_s=3.0,
         skipped=False,
         skipped_steps=0,
         accumulation=1,
         first_of_life=False,
         val_loss=4.5,
     )
+
+
+def test_the_newest_lines_are_read_from_the_end_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_lines(path) == []
+    path.write_bytes(b"")
+    assert last_lines(path) == []
+    lines = [{"step": step, "text": "x" * 40} for step in range(5000)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50')
+    assert path.stat().st_size > TAIL_BYTES
+    assert last_lines(path) == lines[-1:]
+    assert last_lines(path, 20) == lines[-20:]
+    found = last_lines(path, 10_000)
+    assert found == lines[-len(found) :]
+    assert 1000 < len(found) < 5000
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    assert last_lines(path, 5) == [{"step": 3}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -125,6 +153,14 @@ def test_a_non_finite_number_is_null_and_named_so_that_strict_readers_pass(tmp_p
     [alarm] = read_events(tmp_path / "run", "alarm")
     assert alarm["history"] == [1.0, None]
     assert alarm["non_finite"] == ["grad_norm", "history.1"]
+
+
+def test_a_step_that_trained_on_nothing_has_no_loss_and_is_not_called_non_finite(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    line = write_step(writer, 1, targets=0, loss=math.nan, grad_norm=math.nan, skipped=True)
+    writer.close()
+    assert (line["loss"], line["grad_norm"], line["tokens_per_s"]) == (None, None, None)
+    assert "non_finite" not in line
 
 
 def test_a_tensor_is_refused_because_reading_it_would_make_the_device_wait(tmp_path):
@@ -213,10 +249,12 @@ def test_truncating_one_segment_leaves_the_others_untouched(tmp_path):
             write_step(writer, step)
         writer.close()
     path = folder / "metrics.jsonl"
-    assert truncate_after(path, 1, 3) == 2
+    removed, kept = truncate_after(path, 1, 3)
+    assert removed == 2
+    assert kept == read_lines(path)
     assert [line["step"] for line in read_metrics(path, 0)] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in read_metrics(path, 1)] == [3]
-    assert truncate_after(path, 1, 3) == 0
+    assert truncate_after(path, 1, 3) == (0, kept)
 
 
 def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
@@ -375,3 +413,19 @@ def test_a_refusal_by_wandb_is_a_users_mistake_not_a_crash(tmp_path, fake_wandb)
     fake_wandb.init = init
     with pytest.raises(UserError, match=r"wandb refused .*WANDB_MODE=offline"):
         make_writer(tmp_path / "run", wandb="my-project")
+
+
+def test_a_service_that_fails_later_costs_the_mirror_and_not_the_run(tmp_path, fake_wandb):
+    def fail(*values, **options):
+        raise fake_wandb.Error("no network")
+
+    said = []
+    writer = make_writer(tmp_path / "run", wandb="p", tensorboard=True, say=said.append)
+    writer._mirror._run.finish = fail
+    write_step(writer, 1)
+    writer.finish()
+    fake_wandb.init = fail  # gone when the run goes on
+    writer = make_writer(tmp_path / "run", after_step=1, wandb="p", say=said.append)
+    write_step(writer, 2)
+    assert writer.finish()["last_step"] == 2
+    assert said == ["warning: log.wandb=p: no network; going on without the mirror"] * 2

@@ -69,6 +69,8 @@ def test_status_says_what_a_living_run_is_doing(folder, held, capsys):
     seen = dict(phase="evaluate", step=2, unix_s=time.time(), host="vm", pid=7)
     (folder / presence.SHOWN).write_text(json.dumps(seen))
     record_event(folder, "save_failed", life=1, step=2, problem="disk full")
+    quiet = dict(step=1, text="no GPU readings: this run is on the CPU", is_quiet=True)
+    record_event(folder, "notice", life=1, **quiet)
     out = said(capsys, "status", "mine")
     for part in (
         "mine runs, life 1: phase evaluate, step 2 of 50",
@@ -102,10 +104,14 @@ def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
     assert "make pretrain" not in out
 
 
-def test_status_gives_the_reason_of_a_refusal(folder, capsys):
-    record_event(folder, "refused", life=1, reason="shard.bin: block 3 is damaged")
-    over(folder, "refused")
-    assert "reason: shard.bin: block 3 is damaged" in said(capsys, "status", "mine")
+def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
+    record_event(folder, "gave_up", life=1, reason="shard.bin: block 3 is damaged")
+    over(folder, "gave_up")
+    out = said(capsys, "status", "mine")
+    assert "reason: shard.bin: block 3 is damaged" in out
+    assert "next: mend what the reason names" in out
+    assert "failures: 0" in out
+    assert "alarms: none" in out
 
 
 def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
@@ -115,13 +121,17 @@ def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
 def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsys):
     stall = dict(checkpoint_gib=0.5, checkpoint_s=2.0, checkpoint_stall_s=0.25)
     record_event(folder, "saved", life=1, step=10, **stall)
-    record_event(folder, "thunder", life=1, strikes=3, where=None, far=[1, 2])
+    record_event(folder, "thunder", life=1, strikes=3, where=None, far=[1, 2 / 3])
     over(folder, "killed")
+    record_event(folder, "slow_rank", life=2, step=9, text="rank 1 is slow", rank=1, own_s=0.5)
+    record_event(folder, "finished", life=2, step=10, is_saved=True, peak_memory_gib=[1, 2.345])
     lines = said(capsys, "events", "mine").splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 6
+    assert lines[4].endswith("slow_rank    rank 1 is slow (step 9)")
+    assert lines[5].endswith("finished     step 10, saved, at most 2.35 GiB a rank")
     assert "began        from the start, 2 ranks" in lines[0]
     assert "saved        step 10, 512.0 MiB in 2.00 s, training stood 0.25 s" in lines[1]
-    assert lines[2].endswith("thunder      strikes 3, far [1, 2]")
+    assert lines[2].endswith("thunder      strikes 3, far [1, 0.6667]")
     assert "killed, rank 1 of node2; steps 1 to 2, nothing saved" in lines[3]
     chosen = said(capsys, "events", "mine", "--kind", "saved,life").splitlines()
     assert chosen == [lines[1], lines[3]]
@@ -226,7 +236,7 @@ def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, verb, line, na
     status = operate.main([verb, "mine"])
     if status:
         assert (status, f"{name} " in capsys.readouterr().err) == (93, True)
-    assert status or (verb, name) == ("events", "metrics.jsonl")
+    assert status or (verb in ("status", "events") and name == "metrics.jsonl")
 
 
 def test_a_run_of_another_host_lives_by_its_sign(folder):
@@ -336,7 +346,7 @@ def test_one_series_after_all_lives(real):
     accumulator = EventAccumulator(str(segment_folder(run, 0)), {"scalars": 0})
     accumulator.Reload()
     assert [point.step for point in accumulator.Scalars("loss/train")] == steps
-    shares = accumulator.Scalars("goodput/useful")
+    shares = accumulator.Scalars("wall_clock/goodput")
     assert len({point.step for point in shares}) == len(shares) >= 3
     assert all(0 <= point.value <= 1 for point in shares)
 

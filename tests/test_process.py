@@ -70,6 +70,14 @@ def test_a_gpu_that_this_torch_cannot_use_is_refused(monkeypatch):
     assert process.choose_device(Cluster(device="cpu"), 0, 1).type == "cpu"
 
 
+def test_threads_are_the_recipes_else_those_of_the_environment_else_a_share(monkeypatch):
+    monkeypatch.setattr(process, "usable", lambda: 8)
+    for value, threads in (("3", 3), ("3,2", 3), ("0", 4), ("x", 4), ("", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert process.num_threads(Cluster(), 2) == threads
+        assert process.num_threads(Cluster(threads=5), 2) == 5
+
+
 def test_hidden_gpus_are_not_visible(monkeypatch):
     monkeypatch.setattr(process.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidiactl"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -95,6 +95,26 @@ def test_what_is_not_understood_is_refused_and_hidden_files_are_not_read(tmp_pat
             names(nothing)
 
 
+def test_what_a_glob_finds_is_read_whole_or_refused(tmp_path):
+    folder = write_files(
+        tmp_path / "my texts", {"a.jsonl": b"", "sub/b.jsonl": b"", ".c.jsonl": b""}
+    )
+    for text in (folder / "*", folder / "**", tmp_path / "my*"):
+        assert names(text) == ["a.jsonl", "sub/b.jsonl"]
+    assert names(folder / "*.jsonl") == ["a.jsonl"]
+    write_files(folder, {"sub/notes.md": "about"})
+    with pytest.raises(UserError, match=r"notes.md: is of an unknown kind"):
+        names(folder / "*")
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone.jsonl: is a link to nothing"):
+        names(folder / "*.jsonl")
+    (folder / "gone.jsonl").unlink()
+    os.mkfifo(folder / "pipe.jsonl")
+    for text in (folder / "*.jsonl", folder / "pipe.jsonl"):
+        with pytest.raises(UserError, match=r"pipe.jsonl: is a pipe, a socket or a device"):
+            names(text)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "problem"),
     [
@@ -107,6 +127,7 @@ def test_what_is_not_understood_is_refused_and_hidden_files_are_not_read(tmp_pat
         ("x.txt", zstd(b"x"), r"holds .zst data"),
         ("x.txt.gz", gzipped(b"text")[:12], "cannot be read to its end"),
         ("x.jsonl", "text".encode("utf-16"), "is UTF-16; convert it: iconv"),
+        ("x.txt", "text".encode("utf-32"), "is UTF-32; convert it: iconv"),
         ("x.parquet", b"PAR1 no table PAR1", "is no whole Parquet|cannot be read to its end"),
         ("x.parquet", b"", "is no whole Parquet file|cannot be read"),
     ],
@@ -126,7 +147,10 @@ def test_members_and_frames_are_read_in_full_and_empty_files_are_no_documents(tm
         tmp_path / "in",
         {
             "a.jsonl.gz": gzipped(json_lines(["one"]), json_lines(["two"])),
-            "b.jsonl.zst": zstd(json_lines(["three"])) + zstd(json_lines(["four"])),
+            # The frame in front is one to be passed over, as pzstd writes it.
+            "b.jsonl.zst": b"\x50\x2a\x4d\x18\4\0\0\0size"
+            + zstd(json_lines(["three"]))
+            + zstd(json_lines(["four"])),
             "c.jsonl.gz": b"",
             "d.jsonl.zst": b"",
             "e.jsonl": b"",
@@ -324,6 +348,9 @@ def test_parquet_rows_without_text_and_wrong_columns_are_refused(tmp_path):
         build(path, tmp_path / "d", "text=body")
     with pytest.raises(UserError, match=r"column 'n' holds int64, expected text"):
         build(path, tmp_path / "d", "text=n")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), path)
+    with pytest.raises(UserError, match="has more than one column 'text'"):
+        build(path, tmp_path / "d")
     pq.write_table(pa.table({"text": pa.array([b"a\xff"])}), path)
     with pytest.raises(UserError, match=r"x.parquet row 0: byte 0xff at 1"):
         build(path, tmp_path / "d")
@@ -352,6 +379,9 @@ def test_a_local_data_set_is_read_by_rows_in_its_own_order(tmp_path, monkeypatch
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "dict")
     with pytest.raises(UserError, match=r"holds the splits train, test .* IN=.*dict/train"):
         build(tmp_path / "dict", tmp_path / "d")
+    write_files(tmp_path / "broken", {"dataset_dict.json": "{"})
+    with pytest.raises(UserError, match=r"holds the splits \(none\) of a data set"):
+        build(tmp_path / "broken", tmp_path / "d")
     with pytest.raises(UserError, match="has no column 'body'"):
         build(tmp_path / "set", tmp_path / "d", "text=body")
     (next((tmp_path / "set").glob("*.arrow"))).write_bytes(b"cut")

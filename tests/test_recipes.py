@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from parallel.layout import solve
 from recipes.compose import GROUPS, RECIPES, compose, dishes, ingredients
 from runtime.engine_config import load_preset
@@ -50,7 +50,7 @@ def test_a_dish_settles_on_the_ranks_it_is_meant_for(dish):
     composed = compose(dish)
     recipe = composed.recipe
     assert not composed.warnings
-    settled = settle(recipe, RANKS[dish], read_schedule(recipe.batch_tokens, recipe.seq_len))
+    settled = settle(recipe, RANKS[dish], schedule_of(recipe))
     assert settled.layout.world == RANKS[dish]
     assert dish == "tiny" or not settled.warnings
 

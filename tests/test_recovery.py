@@ -48,7 +48,7 @@ def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
     run.mkdir(parents=True)
     with pytest.raises(UserError, match=r"no healthy checkpoint from before step 3.*data\.skip"):
         recover(run, data, judged, KNOBS, record)
-    assert [entry[0] for entry in told] == ["stop", "stopped"]
+    assert [entry[0] for entry in told] == ["stop", "gave_up"]
     assert (run / told[0][2]["bundle"] / "verdict.json").is_file()
     assert not (run / "history.jsonl").exists()
 

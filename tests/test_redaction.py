@@ -82,6 +82,13 @@ def test_recipes_keep_every_knob():
     assert redact(text) == text
 
 
+def test_what_is_masked_stays_as_it_is():
+    """Records are masked when they are written, and again when a bundle is made of them."""
+    line = '{"reason": "password=***", "more": "x: \\"token=***\\""}'
+    assert redact(line) == line
+    assert redact(redact(f"{line} --token {SECRET}")) == f"{line} --token ***"
+
+
 def test_planted_secrets_reach_no_file_of_a_run(tmp_path, monkeypatch, capsys):
     """From the recipe, the command line, the environment and a traceback; in the bundle too."""
     monkeypatch.setenv("HUB_TOKEN", SECRET)
@@ -94,8 +101,11 @@ def test_planted_secrets_reach_no_file_of_a_run(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     run_folder.open_folder(folder, documents, False).release()
     record_event(folder, "failed", life=1, reason=f"403 for {other} with {SECRET}")
-    bundle = write_bundle(folder, 7, {"step": 7, "reason": f"token={SECRET} at {other}"})
-    again = write_bundle(folder, 7, {"step": 7, "reason": ""})
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-00000.log").write_text(f"login with {SECRET}\n")
+    bundle = write_bundle(folder, "step-00000007", {"WHY.txt": f"token={SECRET} at {other}"})
+    (folder / "logs" / "rank-00000.log").unlink()  # what a rank prints is not written by us
+    again = write_bundle(folder, "step-00000007", {})
     assert (bundle.name, again.name) == ("step-00000007", "step-00000007-2")
     process.report(UserError(f"corpus={other}: no such folder ({SECRET})"))
     try:
@@ -106,9 +116,10 @@ def test_planted_secrets_reach_no_file_of_a_run(tmp_path, monkeypatch, capsys):
     assert "Traceback" in said
     assert "no such folder" in said
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {"verdict.json", "events.jsonl", "recipe.yaml"} <= {p.name for p in bundle.iterdir()}
+    names = {path.name for path in bundle.iterdir()}
+    assert names == {"WHY.txt", "events.jsonl", "recipe.yaml", "environment.json", "logs"}
     for text in [said, *(path.read_text() for path in files)]:
         assert SECRET not in text
         assert "Hunter2" not in text
-    assert read_events(folder)[0]["kind"] == "failed"
+    assert read_events(folder)[0]["kind"] == read_events(bundle)[0]["kind"] == "failed"
     assert "data.example" in (bundle / "recipe.yaml").read_text()

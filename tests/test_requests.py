@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from ranks import PATIENCE, ROOT, environment
 
 from launch.outcome import End, cause_of, exit_status
 from launch.start import Asked
@@ -51,6 +57,32 @@ def test_a_signal_waits_for_the_end_of_the_step(clock, number, cause, status):
     rank._hear(number, None)
     rank.send()
     assert (rank.answer().cause, rank.answer().status) == (cause, status)
+
+
+@pytest.mark.parametrize("entry", ["pretrain.py", "launch/local.py"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_during_the_imports_ends_the_entry_quietly(tmp_path, entry, number, status):
+    """Whoever started it, and nothing is left: neither a traceback nor a folder."""
+    module = entry.removesuffix(".py").replace("/", ".")
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "recipe=tiny", "run=early"],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    is_listening = False
+    while process.poll() is None and not is_listening:
+        time.sleep(0.01)
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        is_listening = bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60 * PATIENCE)
+    assert process.returncode == status, output
+    assert output.startswith("interrupted")
+    assert output.count("\n") == 1
+    assert not (ROOT / "runs" / "early").exists()
 
 
 def test_before_training_a_signal_ends_the_rank_where_it_is(clock):

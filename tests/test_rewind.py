@@ -28,21 +28,30 @@ STEPS, BACK = 14, 6
 BAD = (7, 9)  # data steps: met by steps 8 and 9
 SHORT = [f"steps={STEPS}", "checkpoint.interval=3", "checkpoint.keep=3", "eval_tokens=0"]
 FINISHED, REFUSED = 0, 93
-# Imports once, then a fork for each start; the verbs of the Makefile between them.
+# Imports once, then a fork for each start, those of `make reproduce` too; the verbs of the Makefile
+# between them.
 DRIVER = """
 import importlib, json, os, subprocess, sys
 import pretrain, deepspeed
+from compare import reproduce
+
+def forked(module, words):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        status = importlib.import_module(module).main(words)
+        sys.stdout.flush()
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+reproduce.run_one = lambda command, code: (
+    forked("pretrain", command[command.index("pretrain.py") + 1 :]), ""
+)
 for line in json.loads(sys.argv[1]):
     if line[0] == "make":
         status = subprocess.run([*line, f"PYTHON={sys.executable}"]).returncode
     else:
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            status = importlib.import_module(line[0]).main(line[1:])
-            sys.stdout.flush()
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = forked(line[0], line[1:])
     print("STATUS", status, flush=True)
 """
 
@@ -80,14 +89,15 @@ def said(clone) -> str:
         words("clean", skip),
         words("bad"),
         branch,
-        ["pretrain", "recipe=runs/side/recipe.yaml"],
+        ["pretrain", "recipe=runs/side/recipe.yaml", "zero=3", "micro_batch=4"],
         ["data.audit", "bad"],
         ["data.audit", "side"],
         ["checkpoint.tree", "bad"],
         ["checkpoint.tree", "side"],
         ["checkpoint.list", "bad"],
+        ["compare.reproduce", "side"],
     )
-    assert statuses == [FINISHED] * 12, said
+    assert statuses == [FINISHED] * 13, said
     return said
 
 
@@ -162,6 +172,19 @@ def test_an_audit_sees_a_sample_that_was_used_twice(clone, runs):
 def make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["make", *words, f"PYTHON={sys.executable}"]
     return run_command(command, 120, cwd=clone, PYTHONPATH=str(clone))
+
+
+def test_a_run_is_trained_again_from_its_record_through_rewind_skip_branch_and_layouts(runs, said):
+    told = said[said.index("side is trained again as side-again:") :]
+    assert "segment 0: steps 1 to 6, 1 rank\n" in told
+    assert "segment 1: steps 7 to 12 (back to 6), 1 rank\n" in told
+    assert "segment 2: steps 13 to 14 (back to 12), 1 rank\n" in told
+    assert "identical" in told
+    entries = [environment.read(runs / name)[-1] for name in ("bad", "side", "side-again")]
+    assert [one["layout"]["stage"] for one in entries] == [1, 3, 3]
+    assert [one["recipe"]["optim"]["lr"] for one in entries[1:]] == [1e-4, 1e-4]
+    for name in ("loss", "grad_norm", "lr"):
+        assert [x[name] for x in own(runs / "side")] == [x[name] for x in own(runs / "side-again")]
 
 
 def test_the_finished_run_said_so(said):

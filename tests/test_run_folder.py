@@ -66,7 +66,7 @@ def test_a_tokenizer_is_not_trained_where_it_cannot_be_stored(tmp_path, monkeypa
     monkeypatch.setattr(train_tokenizer, "train", lambda *_: pytest.fail("it was trained"))
     (tmp_path / "closed").touch()
     out = tmp_path / "closed" / "tokenizer"
-    assert train_tokenizer.main(["--in", "x", "--vocab", "300", "--out", str(out)]) == 1
+    assert train_tokenizer.main(["--in", "x", "--vocab", "300", "--out", str(out)]) == 93
     assert f"OUT={out}: {tmp_path / 'closed'}: " in capsys.readouterr().err
 
 

@@ -105,6 +105,24 @@ def slow_rank(monkeypatch, victim, gate):
     monkeypatch.setattr(commit, "write_rank", slow)
 
 
+@pytest.mark.parametrize("words", [["checkpoint.interval=1"], ASYNC])
+def test_the_record_is_made_durable_before_a_checkpoint_vouches_for_it(
+    tmp_path, monkeypatch, words
+):
+    found = []
+
+    def action(saver, told, engine):
+        saver.sync_record = lambda: found.append((saver.process.rank, steps(tmp_path)))
+        saver.save(1, HEALTH)
+        saver.drain()
+        return kinds(told)
+
+    results = run_savers(tmp_path, words, action, monkeypatch)
+    assert results == [[(1, True)]] * WORLD, results
+    assert found == [(0, [])]
+    assert steps(tmp_path) == [1]
+
+
 def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
     gate = threading.Event()
     slow_rank(monkeypatch, 1, gate)
@@ -252,6 +270,67 @@ def test_a_failed_save_is_told_once_on_all_ranks_and_training_goes_on(tmp_path, 
         assert second is None
         assert told == [(1, False), (2, True)]
     assert steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_last_save_is_tried_again_until_it_works_or_the_run_is_asked_to_end(
+    tmp_path, monkeypatch, mode
+):
+    """No later step would save its weights. What was seen since the save before is not lost."""
+    write, tries = commit.write_rank, []
+
+    def failing(folder, rank, *arguments, **keywords):
+        if rank == 1:
+            tries.append(folder)
+            if len(tries) < 3 or not asked[-1:] == [None]:
+                raise OSError(28, "No space left on device", str(folder))
+        return write(folder, rank, *arguments, **keywords)
+
+    monkeypatch.setattr(commit, "write_rank", failing)
+    monkeypatch.setattr(saving, "LAST_PAUSES_S", (1, 2))
+    monkeypatch.setattr(saving, "POLL_S", 0.01)
+    asked = []  # what the ranks heard, of all of them
+
+    def action(saver, told, engine, heard=None):
+        saver.evaluated = (LAST, 2.5)
+        saver.save(LAST, HEALTH)
+        return saver.last(LAST, HEALTH, lambda: asked.append(heard) or heard), kinds(told)
+
+    words = [f"checkpoint.mode={mode}", "checkpoint.interval=100"]
+    again = [(LAST, False), (LAST, "save_again")]
+    for found in run_savers(tmp_path, words, action, monkeypatch):
+        assert found == ((None, None), [*again, *again, (LAST, True)])
+    assert len(asked) == 3 * WORLD
+    assert steps(tmp_path) == [LAST]
+    ((_, folder),) = committed(tmp_path / "checkpoints")
+    assert read_manifest(folder).state["health"]["val_loss"] == 2.5
+
+    tries.clear()
+    asked[:] = ["never"]
+    results = run_savers(tmp_path / "b", words, lambda *three: action(*three, "end"), monkeypatch)
+    for (problem, ending), told in results:
+        assert "No space left" in problem
+        assert ending == "end"
+        assert told == again
+
+
+def test_a_last_save_that_was_left_out_is_made_good(tmp_path, monkeypatch):
+    gate = threading.Event()
+    slow_rank(monkeypatch, 1, gate)
+    monkeypatch.setattr(saving, "LAST_PAUSES_S", (1,))
+
+    def action(saver, told, engine):
+        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        saver.save(1, HEALTH)
+        saver.save(LAST, HEALTH)
+        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
+        gate.set()
+        return saver.last(LAST, HEALTH, lambda: None), kinds(told)[-1]
+
+    assert (
+        run_savers(tmp_path, ASYNC, action, monkeypatch) == [((None, None), (LAST, True))] * WORLD
+    )
+    assert steps(tmp_path) == [1, LAST]
 
 
 @pytest.mark.parametrize("policy", ["warn", "stop"])

@@ -36,11 +36,26 @@ def test_steps_for_a_token_budget_are_the_fewest_that_reach_it(batch):
         assert schedule.tokens_after(steps - 1) < tokens
 
 
+def test_tokens_of_a_warm_up_by_length_add_up():
+    schedule = read_schedule([[0, 64], [10, 128]], 32, [(0, 8), (5, 16), (20, 32)])
+    lengths = [schedule.length_at(step) for step in range(40)]
+    assert lengths == [8] * 5 + [16] * 15 + [32] * 20
+    for steps in range(1, 40):
+        by_length = schedule.tokens_by_length(steps)
+        sizes = [64 if step < 10 else 128 for step in range(steps)]
+        for length in (8, 16, 32):
+            pairs = zip(lengths, sizes, strict=False)
+            assert by_length.get(length, 0) == sum(n for one, n in pairs if one == length)
+    assert read_schedule(64, 16).tokens_by_length(10) == {16: 640}
+
+
 def test_fingerprint_says_what_happens_not_how_it_was_written():
     plain = read_schedule(64, 16)
     assert read_schedule([[0, 64], [10, 64]], 16) == plain
     assert read_schedule([[0, 64], [10, 128]], 16).fingerprint() != plain.fingerprint()
     assert read_schedule(64, 32).fingerprint() != plain.fingerprint()
+    assert read_schedule(64, 16, [(0, 16)]) == plain
+    assert read_schedule(64, 16, [(0, 8), (9, 16)]).fingerprint() != plain.fingerprint()
 
 
 @pytest.mark.parametrize(

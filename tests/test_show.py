@@ -157,7 +157,13 @@ def test_sources_are_shown_with_share_stages_and_epochs_and_repeats_warn(tmp_pat
     words += ["data.sources.prose.corpus=prose", "data.sources.code.corpus=code"]
     words += ["seq_len=64", "batch_tokens=512", "steps=100", "warmup=0"]
     words += ["data.sources.code.weight=[[0,1],[50,9]]"]
+    whole = show.collect("tiny", words)["run"]
+    words += ["seq_len_warmup=[[0,16],[20,64]]"]
     shown = show.collect("tiny", words)
+    assert shown["run"]["warmed_up"] == {"16": 20 * 512, "64": 80 * 512}
+    assert shown["run"]["tokens"] == whole["tokens"]
+    assert 0.9 * whole["flops"] < shown["run"]["flops"] < whole["flops"]
+    assert "10.2 k in sequences of 16, 41 k in sequences of 64" in show.text(shown)
     code, prose = shown["data"]
     assert code["stages"] == [[0, 0.25], [50, 0.75]]
     assert code["share"] == pytest.approx(0.5)

@@ -6,6 +6,7 @@ from small_corpora import counting_document, flip_byte, random_documents, stream
 
 from data.ledger import batch_hash
 from data.skips import Skips, merged
+from data.trace import pieces_of_step, steps_of_document
 from data.windows import IGNORED
 from recipes.compose import compose
 from recipes.schema import Skip, UserError
@@ -19,8 +20,8 @@ def root(tmp_path_factory):
     return root
 
 
-def entry(source, documents, steps):
-    return {"source": source, "documents": documents, "steps": steps}
+def entry(source, documents, steps, **tokens):
+    return {"source": source, "documents": documents, "steps": steps, **tokens}
 
 
 def batch_of(stream, step, data_size=1, micro_batch=8):
@@ -142,6 +143,70 @@ def test_masked_documents_give_no_loss_and_nothing_else_moves(root):
     assert np.array_equal(data.micro_batches[0].labels, np.where(inside, IGNORED, old))
 
 
+def test_masked_spans_give_no_loss_and_nothing_else_moves(root):
+    """Several spans, one open, one that crosses a window, against counting token by token."""
+    sources = {"prose": 3, "code": 1}
+    plain = stream_of(root, sources)
+    split, long = plain.split(plain.uids.index("prose")), []
+    for document in range(split.num_documents):
+        low, high = split.document_range(document)
+        if high - low >= 30:
+            long.append((document, low, high))
+    spans = [(2, 9), (20, 27), (25, None)]
+    mask = [
+        entry("prose", (document, document + 1), (3, None), tokens=span)
+        for document, *_ in long
+        for span in spans
+    ]
+    stream = stream_of(root, sources, skip=Skip(mask=tuple(mask)))
+    masked = {
+        token
+        for _, low, high in long
+        for first, end in spans
+        for token in range(low + first, high if end is None else low + end)
+    }
+    pieces, effects = 0, set()
+    for step in range(1, 21):
+        views = [batch_of(stream, step, size, 8 // size) for size in (1, 2, 4)]
+        assert len({view[0].num_masked for view in views}) == 1
+        data, labels, inputs = views[0]
+        before, old, same = batch_of(plain, step)
+        assert np.array_equal(inputs, same)
+        source, start, _ = stream.whole_batch(data.data_step)
+        token = start[:, None] + 1 + np.arange(16)
+        is_in = np.isin(token, list(masked)) & (source == plain.uids.index("prose"))[:, None]
+        is_in &= data.data_step >= 3
+        assert np.array_equal(labels, np.where(is_in, IGNORED, old))
+        assert data.num_masked == (is_in & (old != IGNORED)).sum()
+        assert data.num_targets + data.num_masked == before.num_targets
+        for piece in pieces_of_step(stream, data.data_step):
+            low = split.document_range(piece.document)[0]
+            shown = {low + t for first, end in piece.masked for t in range(first, end)}
+            mine = set(range(low + piece.first, low + piece.end)) if piece.source == "prose" else ()
+            assert shown == (masked.intersection(mine) if data.data_step >= 3 else set())
+            pieces += bool(shown)
+    assert pieces > 10
+    for document, *_ in long[:20]:
+        effects |= {one.effect for one in steps_of_document(stream, "prose", document, 20)}
+        inside = steps_of_document(stream, "prose", document, 20, (4, 8))
+        assert {one.effect for one in inside if one.data_step >= 3} <= {"masked"}
+    assert {"masked in part", "trained"} <= effects
+
+
+def test_a_span_is_part_of_what_a_run_did(root):
+    whole, span, other = (
+        stream_of(root, {"prose": 1}, skip=Skip(mask=(entry("prose", (1, 2), (4, 6), **tokens),)))
+        for tokens in ({}, {"tokens": (0, 2)}, {"tokens": (1, None)})
+    )
+    plain = stream_of(root, {"prose": 1})
+    all_of_it = entry("prose", (1, 2), (4, 6), tokens=(0, None))
+    fingerprints = [one.state()["skips"] for one in (plain, whole, span, other)]
+    assert len(set(fingerprints)) == 4
+    assert Skips(Skip(mask=(all_of_it,))).fingerprint() == whole.state()["skips"]
+    assert plain.past(4) == span.past(4)
+    assert plain.past(5)["skips"] != span.past(5)["skips"] != whole.past(5)["skips"]
+
+
 def test_a_batch_without_any_target_is_no_update(tmp_path):
     write_corpus(tmp_path / "c", [counting_document(200)])
     mask = (entry("c", (0, 1), (2, 4)),)
@@ -158,6 +223,9 @@ def test_a_batch_without_any_target_is_no_update(tmp_path):
     [
         (entry("prose", (100, 121), (0, None)), r"documents \[100, 121\] .* has 120 to train on"),
         (entry("idle", (0, 1), (0, None)), "idle, which is never drawn"),
+        (entry("prose", (120, 121), (0, None), tokens=(0, 1)), r"documents \[120, 121\]"),
+        (entry("prose", (7, 8), (0, None), tokens=(0, 60)), r"tokens \[0, 60\] of .*prose:7"),
+        (entry("prose", (7, 8), (0, None), tokens=(60, None)), r"tokens \[60, null\] of "),
     ],
 )
 def test_masks_that_fit_no_document_are_refused(root, mask, message):
@@ -178,6 +246,10 @@ def test_masks_that_fit_no_document_are_refused(root, mask, message):
         ("data.skip.no_update=[[1.5,6]]", "not a whole number"),
         ("data.skip.mask=[[1,2]]", "is not a list of"),
         ("data.skip.mask=[{source:prose,documents:[1,2]}]", "has an entry with source, documents"),
+        ("data.skip.mask=[{source:prose,documents:[1,2],steps:[0,9],token:[0,1]}]", "if need be"),
+        ("data.skip.mask=[{source:prose,documents:[1,2],steps:[0,9],tokens:[3,3]}]", "first < end"),
+        ("data.skip.mask=[{source:prose,documents:[1,3],steps:[0,9],tokens:[0,3]}]", "of one, so"),
+        ("data.skip.mask=[{source:prose,documents:[1,2],steps:[0,9],tokens:5}]", "is not a range"),
         ("data.skip.mask=[{source:no,documents:[1,2],steps:[0,null]}]", "data.sources does not"),
         ("data.sources.prose.weight=[[1,2]]", "must start at step 0"),
         ("data.sources.prose.weight=[[0,-2]]", "must be at least 0"),

@@ -77,6 +77,8 @@ def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(lives):
     clone, run, end = lives
     assert end.returncode == DO_NOT_RETRY, end.stdout
     assert "1 rewinds within 100 steps did not cure it" in end.stdout
+    assert [event["cause"] for event in read_events(run, "life")] == ["rewound", "gave_up"]
+    assert not read_events(run, "stopped")
     bundle = run / "bundles" / "step-00000040"
     verdict = json.loads((bundle / "verdict.json").read_text())
     assert verdict["trouble_began_at_step"] == 38

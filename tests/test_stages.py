@@ -7,7 +7,7 @@ import pytest
 from small_corpora import counting_document, random_documents, stream_of, write_corpus
 
 from data.mixture import Mixture, Stages
-from recipes.schema import Source, UserError
+from recipes.schema import Skip, Source, UserError
 
 WEIGHTS = [
     (0, {"a": 3, "b": 1}),
@@ -77,6 +77,7 @@ def root(tmp_path_factory):
     for seed, name in enumerate(("prose", "code")):
         write_corpus(root / name, random_documents(150, 3, 50, seed=seed))
     write_corpus(root / "small", [counting_document(16 * 3)])
+    write_corpus(root / "long", [counting_document(99)], [counting_document(98)])
     return root
 
 
@@ -112,6 +113,49 @@ def test_a_stage_begins_with_a_whole_window(root):
     stream = stream_of(root, staged, batch=2, window_tokens=64)  # two of a window's four samples
     counts = [stream.step(step, 0, 1, 2).source_counts["prose"] for step in range(1, 5)]
     assert counts == [2, 2, 0, 0]
+
+
+WARMUP = [(0, 4), (3, 8), (9, 16)]
+
+
+def test_a_warm_up_of_the_sequence_length_moves_nothing(root):
+    """Cut to 4, 8, then whole, on a ramp of batches, with data left out, in windows of 32."""
+    sources, skip = {"prose": 3, "code": 1}, Skip(advance=((4, 6),))
+    knobs = dict(batch=[[0, 64], [5, 128]], window_tokens=32, skip=skip)
+    plain, warm = (
+        stream_of(root, sources, **knobs),
+        stream_of(root, sources, warmup=WARMUP, **knobs),
+    )
+    for step in range(1, 13):
+        for data_size in (1, 2):
+            for rank in range(data_size):
+                one, two = (s.step(step, rank, data_size, 2) for s in (plain, warm))
+                length = 4 if two.data_step < 3 else 8 if two.data_step < 9 else 16
+                assert (two.length, two.is_cut) == (length, length < 16)
+                same = ("data_step", "sample_range", "num_targets", "num_tokens", "source_counts")
+                assert all(getattr(one, name) == getattr(two, name) for name in same)
+                for ours, theirs in zip(two.micro_batches, one.micro_batches, strict=True):
+                    assert ours.input_ids.shape == (2 * 16 // length, length)
+                    assert np.array_equal(ours.labels.ravel(), theirs.labels.ravel())
+                    assert np.array_equal(ours.input_ids.ravel(), theirs.input_ids.ravel())
+                    assert np.array_equal(ours.sample_hashes, theirs.sample_hashes)
+    assert warm.tokens_after(12) == plain.tokens_after(12)
+    held_out = stream_of(root, {"long": 1}, warmup=WARMUP).evaluation(0, 1, 2, 64)
+    assert {batch.labels.shape for batch in held_out} == {(2, 16)}
+
+
+def test_what_was_cut_is_past_and_what_comes_may_change(root):
+    plain, warm, other = (
+        stream_of(root, {"prose": 1}, warmup=warmup)
+        for warmup in ((), WARMUP, [*WARMUP[:2], (6, 16)])
+    )
+    assert plain.past(0) == warm.past(0)
+    assert plain.past(1)["data_step"] == warm.past(1)["data_step"]
+    assert plain.past(1) != warm.past(1)
+    assert warm.past(6) == other.past(6)
+    assert warm.past(7) != other.past(7)
+    assert len({one.state()["schedule"] for one in (plain, warm, other)}) == 3
+    assert "lengths" not in plain.past(9)
 
 
 def test_a_source_smaller_than_one_batch_is_repeated_in_new_order(root):

@@ -23,7 +23,7 @@ from data.stream import own_positions
 from data.tokenizer import byte_tokenizer, train_bpe
 from data.windows import IGNORED
 from data.writer import write_text_corpus
-from recipes.schema import Source, UserError
+from recipes.schema import Skip, Source, UserError
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +323,14 @@ def test_many_epochs_warn_and_a_limit_refuses_before_step_one(root):
     accepted = warning.split("max_epochs=")[1].split()[0]
     allowed = stream_of(root, {"prose": Source(corpus="prose", max_epochs=float(accepted))})
     assert allowed.check(500) == []
+
+
+def test_a_run_whose_steps_are_all_without_an_update_is_refused(root):
+    skip = Skip(no_update=((0, 8),), advance=((8, 10),))
+    stream = stream_of(root, {"prose": 1}, skip=skip)
+    assert stream.check(9) == []
+    with pytest.raises(UserError, match="covers all 8 steps: nothing would be trained"):
+        stream.check(8)
 
 
 def test_an_id_that_the_manifest_hides_is_refused_with_its_batch(tmp_path):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from ranks import ROOT
@@ -19,7 +19,9 @@ ARROWS = {
     "model": (),
     "parallel": ("model", "recipes.schema"),
     "data": ("recipes.schema",),
-    "checkpoint": ("parallel", "model", "data", "recipes.schema"),
+    "checkpoint": (
+        "parallel", "model", "data", "recipes.schema", "recipes.exits", "recipes.command",
+    ),
     "runtime": (
         "parallel", "model", "checkpoint", "recipes.schema", "recipes.exits", "recipes.redaction",
     ),
@@ -38,16 +40,19 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """Full names of everything a file imports, wherever in it."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            found += (node.module, *(f"{node.module}.{name.name}" for name in node.names))
+    return tuple(found)
 
 
+@functools.cache
 def verbs() -> dict[str, str]:
     """Verb of the Makefile -> module it runs, where it runs one of ours."""
     found = {}
@@ -142,6 +147,12 @@ def test_the_environment_is_read_only_at_the_edges():
 
 def test_the_launcher_starts_without_torch():
     code = "import sys, launch.local, recipes.show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_run_chooses_its_device_before_deepspeed_does():
+    """DeepSpeed takes the GPU of a host at its first import, whatever the recipe says later."""
+    code = "import sys, pretrain; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

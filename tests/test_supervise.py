@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-from launch import budget, bundle, oom, start
+from launch import budget, local, oom, start
 from launch import supervise as supervise_module
 from launch.budget import Budget, Life
-from launch.local import Book, goes_on
+from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
@@ -62,7 +62,7 @@ def live_through(
             book,
             Budget(lives, book.place()),
             asked,
-            lambda why: bundle.pack(folder, book.name(), why, {}, os.environ),
+            lambda why: keep(book, why, {}, os.environ),
             patience_s=600.0,
         )
     return status, folder
@@ -182,7 +182,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "lives", "status", "causes"),
     [
-        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["refused"]),
+        ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
@@ -268,6 +268,8 @@ def test_a_new_segment_counts_as_progress():
 
 def test_causes():
     oom_words = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.",)
+    numpy_words = "[rank0]: numpy._core._exceptions._ArrayMemoryError: Unable to allocate 116. GiB"
+    torch_words = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you"
     for ends, stopped_by, cause in (
         ([End(0, 0, 1.0), End(1, 0, 1.0)], None, "finished"),
         ([End(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
@@ -278,6 +280,8 @@ def test_causes():
         ([End(0, 1, 1.0), End(1, 1, 1.1, is_lost=True)], None, "lost_host"),
         ([End(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
         ([End(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(numpy_words,))], None, "out_of_memory"),
+        ([End(0, 1, 1.0, last=(torch_words,))], None, "out_of_memory"),
         ([End(0, -11, 1.0)], None, "killed"),
         ([End(0, 1, 1.0)], None, "failed"),
         ([End(0, 93, 1.0)], None, "refused"),
@@ -329,6 +333,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_known_as_such():
         assert done.returncode == 0, done.stderr
     finally:
         group.rmdir()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_by_name(monkeypatch, capsys):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", "/p/corpora/x.tmp")
+
+    monkeypatch.setattr(local, "start_here", denied)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    assert local.main(["--", "recipe=tiny"]) == 93
+    assert "refused: /p/corpora/x.tmp: Permission denied; have" in capsys.readouterr().err
 
 
 def test_a_slurm_job_is_put_back_in_the_queue_by_its_number(tmp_path, monkeypatch, capsys):

@@ -17,7 +17,7 @@ from parity_worker import STEPS
 from plain_loop import plain_loop, relative
 from ranks import run_command, run_ranks
 
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from recipes.compose import compose
 from recipes.schema import UserError
 from runtime.settle import settle
@@ -159,7 +159,7 @@ def test_stage_3_gathers_in_every_micro_batch_and_at_most_what_is_foretold(seen)
 
 def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
     recipe = compose("7b", ["zero=3", "parallel.tensor=4"]).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     (line,) = [line for line in settle(recipe, 16, schedule).warnings if "gathers" in line]
     assert "parallel.tensor=4" in line
     plain = compose("7b", ["zero=3"]).recipe
@@ -175,7 +175,7 @@ def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
 )
 def test_what_stage_3_cannot_do_with_cut_modules_is_refused(override, part):
     recipe = compose("7b", ["zero=3", "parallel.tensor=4", override]).recipe
-    schedule = read_schedule(recipe.batch_tokens, recipe.seq_len)
+    schedule = schedule_of(recipe)
     with pytest.raises(UserError) as refused:
         settle(recipe, 16, schedule)
     assert part in str(refused.value)

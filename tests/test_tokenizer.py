@@ -121,6 +121,22 @@ def test_a_tokenizer_without_end_token_is_refused_and_one_can_be_named(tmp_path)
         load_tokenizer(tmp_path / "nowhere")
 
 
+def test_a_tokenizer_that_has_no_ids_for_some_text_is_refused(tmp_path):
+    folder = word_tokenizer(tmp_path, ["[UNK]", "cat", "</s>"], eos="</s>")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["model"]["unk_token"] = "[GONE]"
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(UserError, match=r"tokenizer.json: not a tokenizer .*Missing \[UNK\]"):
+        load_tokenizer(folder)
+
+
+def test_an_unknown_token_that_is_the_end_token_is_not_what_text_may_have(tmp_path):
+    shared = load_tokenizer(word_tokenizer(tmp_path / "a", ["[UNK]", "cat"], eos="[UNK]"))
+    assert shared.special_ids == {0}
+    apart = load_tokenizer(word_tokenizer(tmp_path / "b", ["[UNK]", "cat", "</s>"], eos="</s>"))
+    assert apart.special_ids == {2}
+
+
 def test_vocabulary_size_counts_added_tokens_and_gaps(tmp_path):
     definition = json.loads(byte_tokenizer().definition)
     definition["added_tokens"].append(dict(definition["added_tokens"][0], id=400, content="<x>"))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from small_corpora import flip_byte, random_documents, stream_of, write_corpus
 
+from checkpoint import history
 from data import audit
 from data.collect import Collector
 from data.ledger import Ledger
@@ -184,10 +185,31 @@ def test_the_verb_lists_past_and_future_steps_of_a_document(recorded, capsys):
     assert seen > 3
 
 
+def test_the_verb_shows_the_tokens_that_a_mask_would_name(recorded, root, capsys):
+    assert audit.main(["one", "--doc", "3", "--text"]) == 0
+    whole = capsys.readouterr().out
+    ids = stream_of(root, {"prose": 1}).split(0)
+    low, high = ids.document_range(3)
+    tokens = ids.read(np.array([low]), high - low)[0].tolist()
+    assert f"prose:3: {len(tokens)} tokens" in whole
+    shown = {int(line.split()[0]): line.split()[1] for line in whole.splitlines() if '"' in line}
+    assert shown == {number: f'"{token}"' for number, token in enumerate(tokens)}
+    assert audit.main(["one", "--doc", "3", "--text", "--tokens", "1:3"]) == 0
+    part = capsys.readouterr().out
+    assert ", of them 1 to 2," in part
+    lines = [line.split() for line in part.splitlines() if '"' in line]
+    assert lines == [["1", shown[1]], ["2", shown[2]]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["one", "--doc", "3", "--tokens", "0:999"], "TOKENS=0:999: document 3 has"),
+        (["one", "--doc", "3", "--tokens", "2:2"], "TOKENS=2:2: document 3 has"),
+        (["one", "--doc", "3", "--tokens", "2"], "TOKENS=2: expected FIRST:END"),
+        (["one", "--tokens", "0:2"], "give DOC= too"),
         (["nobody"], "RUN=nobody: no run here"),
+        (["one", "--every", "0"], "EVERY=0: give 1 or more"),
         (["one", "--step", "31"], "STEP=31: one has the steps 1 to 30"),
         (["one", "--doc", "700"], "prose has the training documents 0 to 699"),
         (["one", "--doc", "code:3"], "no source 'code'; there are: prose"),
@@ -196,7 +218,7 @@ def test_the_verb_lists_past_and_future_steps_of_a_document(recorded, capsys):
     ],
 )
 def test_what_cannot_be_audited_is_refused(recorded, capsys, arguments, message):
-    assert audit.main(arguments) == 2
+    assert audit.main(arguments) == 93
     assert message in capsys.readouterr().err
 
 
@@ -207,7 +229,7 @@ def test_an_audit_over_damaged_text_names_the_file(recorded, root, tmp_path, cap
     (tmp_path / "corpora").unlink()
     (tmp_path / "corpora").symlink_to(copy)
     flip_byte(copy / "prose" / "train-00002.bin", 99)
-    assert audit.main(["one"]) == 2
+    assert audit.main(["one"]) == 93
     assert "train-00002.bin: bytes 0 to" in capsys.readouterr().err
 
 
@@ -224,11 +246,12 @@ def test_each_step_is_rebuilt_with_the_recipe_that_held_then(recorded, capsys):
     collector.flush()
     assert audit.main(["one"]) == 1
     capsys.readouterr()
-    (folder / "history.jsonl").write_text(
-        '{"kind": "segment", "segment": 0, "parent": null, "first_step": 1, "data_step": 0}\n'
-        '{"kind": "override", "first_step": 11, "key": "seq_len", "stored": 32, "now": 16}\n'
-        '{"kind": "override", "first_step": 11, "key": "optim.lr", "stored": 0.1, "now": 0.2}\n'
-    )
+    history.begin(folder, None)
+    for change in (
+        {"key": "seq_len", "stored": 32, "now": 16},
+        {"key": "optim.lr", "stored": 0.1, "now": 0.2},
+    ):
+        history.append(folder, {"kind": "override", "first_step": 11, **change})
     assert audit.main(["one"]) == 0
     assert audit.main(["one", "--doc", "3"]) == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from compare import folder, sweep
 from compare.variants import Plan, plan
-from data.schedule import read_schedule
+from data.schedule import schedule_of
 from recipes.compose import sweep_values
 from recipes.schema import UserError
 from runtime.settle import settle
@@ -18,7 +18,7 @@ def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) 
     """The plan of `make compare RECIPE=tiny SWEEP=...`."""
 
     def settled(recipe):
-        return settle(recipe, ranks, read_schedule(recipe.batch_tokens, recipe.seq_len))
+        return settle(recipe, ranks, schedule_of(recipe))
 
     return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, settled)
 

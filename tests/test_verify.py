@@ -135,8 +135,8 @@ def test_the_verb_says_whole_or_what_is_wrong_with_an_exit_status(corpus, capsys
     flip_byte(corpus / "train-00000.bin", 5)
     assert main([str(corpus), "--workers", "1"]) == 1
     assert "train-00000.bin" in capsys.readouterr().err
-    assert main([str(corpus / "nowhere")]) == 1
-    assert main([str(corpus), "--workers", "0"]) == 1
+    assert main([str(corpus / "nowhere")]) == 93
+    assert main([str(corpus), "--workers", "0"]) == 93
 
 
 def test_the_report_adds_up_and_says_what_was_changed(made):

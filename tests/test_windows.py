@@ -65,6 +65,33 @@ def test_batches_are_what_a_loop_over_tokens_gives(attend, micro_batch):
     assert sum(parts) == targets
 
 
+@pytest.mark.parametrize("attend", ["within", "across"])
+@pytest.mark.parametrize("length", [2, 8])
+def test_cut_rows_are_those_of_shorter_windows_over_the_same_tokens(attend, length):
+    """The model sees what it would with that seq_len; hashes and masks stay the whole windows'."""
+    rows, is_start = random_rows()
+    is_masked = np.random.default_rng(1).random(is_start.shape) < 0.1
+    parts = 16 // length
+    at = np.arange(parts)[:, None] * length + np.arange(length + 1)
+    cut_start = is_start[:, at].reshape(-1, length + 1)
+    tokens = rows.tokens[:, at].reshape(-1, length + 1)
+    short = Rows(tokens, *np.nonzero(cut_start), np.zeros(12 * parts, dtype=np.uint64))
+    masked = is_masked[:, at].reshape(-1, length + 1)
+    expected = make_batches(short, 3 * parts, attend, is_masked=masked)
+    found = make_batches(rows, 3, attend, is_masked=is_masked, length=length)
+    whole = make_batches(rows, 3, attend, is_masked=is_masked)
+    assert len(found) == len(expected) == 4
+    for ours, theirs, uncut in zip(found, expected, whole, strict=True):
+        for name in ("input_ids", "labels", "segment_ids", "cu_seqlens"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+            assert getattr(ours, name).flags.c_contiguous
+        assert ours.input_ids.shape == (3 * parts, length)
+        assert ours.max_seqlen == theirs.max_seqlen
+        assert np.array_equal(ours.sample_hashes, uncut.sample_hashes)
+        for name in ("input_ids", "labels"):
+            assert np.array_equal(getattr(ours, name).ravel(), getattr(uncut, name).ravel())
+
+
 def test_padding_rows_have_no_target():
     rows, _ = random_rows(4)
     is_padding = np.array([False, False, True, True])

@@ -132,7 +132,7 @@ def test_a_corpus_of_nothing_is_refused(tmp_path):
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan")])
 def test_a_fraction_that_is_no_share_is_refused(fraction):
-    with pytest.raises(UserError, match="valid_fraction"):
+    with pytest.raises(UserError, match=r"is not a share in \[0, 1\)"):
         split_by_hash(fraction)
 
 

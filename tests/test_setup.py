@@ -1,0 +1,83 @@
+"""launch/setup.py: the virtual environment, and what a given interpreter must have."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import threading
+
+import pytest
+from ranks import run_command
+
+from launch import setup
+
+
+@pytest.fixture
+def lacking(monkeypatch):
+    """Name packages that are then not there."""
+    gone: set[str] = set()
+    known = importlib.metadata.version
+
+    def version(name):
+        if name in gone:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return gone
+
+
+def test_a_run_needs_no_package_of_the_tests(lacking, capsys):
+    lacking |= {"pytest-xdist", "megatron-core"}
+    assert setup.main(["--check"]) == 0
+    assert setup.main(["--check", "tests"]) == 1
+    said = capsys.readouterr().err
+    assert "lacks pytest-xdist>=" in said
+    assert f"{sys.executable} -m pip install 'pytest-xdist>=" in said
+
+
+def test_what_a_run_needs_is_named_with_the_command_that_installs_it(lacking, capsys):
+    lacking |= {"hydra-core", "torch"}
+    assert setup.main(["--check"]) == 1
+    said = capsys.readouterr().err
+    assert "lacks torch>=2.11, hydra-core>=" in said
+    assert "or leave PYTHON out" in said
+
+
+def test_verbs_that_use_the_tests_ask_for_their_packages():
+    for verb, asked in (("test", True), ("lint", True), ("crash", True), ("pretrain", False)):
+        done = run_command(["make", "-n", verb, f"PYTHON={sys.executable}"], 30)
+        assert ("--check tests" in done.stdout) is asked, verb
+
+
+def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypatch):
+    folder, said, installed = tmp_path / ".venv", [], []
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    is_waiting, is_inside = threading.Event(), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "waiting" in text:
+            is_waiting.set()
+
+    def pip(python, *what: str) -> bool:
+        installed.append(what)
+        is_inside.set()
+        return is_waiting.wait(30)
+
+    monkeypatch.setattr(setup, "_say", say)
+    monkeypatch.setattr(setup, "_pip", pip)
+    monkeypatch.setattr(setup.venv, "create", lambda folder, **options: None)
+    monkeypatch.setattr(
+        setup.subprocess, "run", lambda *words, **options: type("Done", (), {"returncode": 0})
+    )
+    statuses = []
+    first = threading.Thread(target=lambda: statuses.append(setup.make_venv(folder)))
+    first.start()
+    assert is_inside.wait(30)
+    statuses.append(setup.make_venv(folder))
+    first.join()
+    assert statuses == [0, 0]
+    assert len(installed) == 1  # the requirements, by the first of them
+    assert (folder / "ready").exists()
