@@ -230,8 +230,10 @@ def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path,
 
 @pytest.mark.parametrize("error", [Shared("all ranks stop"), KeyboardInterrupt()])
 def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeypatch, error):
-    gate = threading.Event()
+    """In the phase of an end: a save may take longer than a step may."""
+    gate, beats = threading.Event(), []
     slow_rank(monkeypatch, 1, gate)
+    monkeypatch.setattr(saving, "HEART", SimpleNamespace(beat=beats.append))
 
     def action(saver, told, engine):
         try:
@@ -245,6 +247,7 @@ def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeyp
 
     assert run_savers(tmp_path, ASYNC, action, monkeypatch) == [[(1, True)]] * WORLD
     assert steps(tmp_path) == [1]
+    assert beats == ["end"] * WORLD
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
