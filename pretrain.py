@@ -150,7 +150,7 @@ def prepare(arguments: list[str]) -> Run | None:
         return None
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
-    same_everywhere(label, recipe, ranks)
+    same_everywhere(label, stream.state(), recipe, ranks)
     is_fresh = recipe.resume == "fresh"
     documents = description(recipe, settled)
     lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))

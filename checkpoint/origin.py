@@ -6,6 +6,7 @@ goes on from a checkpoint of its own has no origin here: its weights are loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,22 @@ def check_tokenizer(folder: Path, stream: Stream) -> None:
             )
 
 
-def same_everywhere(label: str | None, recipe: Recipe, comm: Comm) -> None:
-    """Raise UserError where the ranks chose different weights; a collective."""
-    found = sorted({str(one) for one in comm.exchange(label, "init_from")})
+def same_everywhere(label: str | None, data: Mapping[str, Any], recipe: Recipe, comm: Comm) -> None:
+    """Raise UserError where the ranks chose different weights, or read different corpora (`data`,
+    the stream's state); a collective."""
+    everyone = comm.exchange((label, data), "init_from and corpora")
+    found, problems = sorted({str(one) for one, _ in everyone}), []
     if len(found) > 1:
-        raise Shared(
+        problems.append(
             f"init_from={recipe.init_from}: the ranks found {' and '.join(found)}, because that run"
             " is training; name the step"
         )
+    corpora = [state["corpora"] for _, state in everyone]
+    odd = next((rank for rank, ids in enumerate(corpora) if ids != corpora[0]), None)
+    if odd is not None:
+        problems.append(
+            f"data.sources: rank {odd} reads the corpora {corpora[odd]}, rank 0 reads {corpora[0]}:"
+            " their hosts hold different folders; copy the same ones to all hosts, or share them"
+        )
+    if problems:
+        raise Shared(*problems)

@@ -48,7 +48,7 @@ FIELDS = (
 # What fp32 can take over as it is; integers and fp8 are quantized, and need their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
 COMPUTED = "rotary_emb.inv_freq"  # end of a name that old folders hold; it follows from rope_theta
-SAMPLED_ROWS = 64
+SAMPLED_ROWS = 64  # compared, of a weight that is there twice
 MOST_NAMES = 20  # said at once, of weights that do not fit
 FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
 
@@ -243,7 +243,7 @@ class FolderWeights:
     def _check_copy(self, name: str, of: str) -> None:
         """Raise UserError where some rows of what is said to be one weight differ."""
         rows = self.shapes[name][0]
-        step = -(-rows // SAMPLED_ROWS)
+        step = max(1, rows // SAMPLED_ROWS)
         if self.shapes[name] != self.shapes.get(of) or any(
             not torch.equal(self.read_rows(name, row, row + 1), self.read_rows(of, row, row + 1))
             for row in range(0, rows, step)

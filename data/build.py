@@ -154,6 +154,7 @@ def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `python -m data.build`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m data.build", description="Build a built-in corpus."
     )

@@ -352,6 +352,7 @@ def _documents(file: Foreign, sizes: np.ndarray | None = None) -> Iterator[bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus-import`; returns the exit status."""
     parser = Parser(
         prog="python -m data.importing",
         description="Make a corpus of tokenized files.",

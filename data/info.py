@@ -35,6 +35,7 @@ def info_lines(folder: Path) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus-info`; returns the exit status."""
     parser = Parser(prog="python -m data.info", description="Describe a corpus.")
     parser.add_argument("corpus", type=Path)
     options = parser.parse_args(arguments)

@@ -51,6 +51,7 @@ from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
 from data.workers import run_tasks
 from data.writer import hash_limit
 from recipes.command import Parser, refuse
+from recipes.cores import usable
 from recipes.schema import UserError, split_words
 
 # Below it one process is done before workers have started: bytes of text, of tokens.
@@ -395,6 +396,7 @@ def _bad(summary: dict) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus`; returns the exit status."""
     parser = Parser(
         prog="python -m data.ingest",
         description="Build a corpus from text.",
@@ -404,7 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
     parser.add_argument("--out", required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with tokenizer.json, or bytes")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=usable())
     parser.add_argument("--overrides", default="", help="settings as one text")
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)

@@ -134,6 +134,7 @@ def _held_out(settings: Settings, not_found: int) -> dict:
 
 
 def summaries(done: list[Done]) -> Iterator[dict]:
+    """What each unit found, its longest document by the row of the whole file."""
     for unit in done:
         summary = read_summary(unit.folder)
         if summary["longest"]:

@@ -183,6 +183,7 @@ def open_tokenizer(name: str, eod_token: str | None = None) -> TextTokenizer:
 
 
 def library_version() -> str:
+    """The library that encodes, for the record."""
     return f"tokenizers {tokenizers.__version__}"
 
 

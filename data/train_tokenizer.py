@@ -89,6 +89,7 @@ def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenize
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make tokenizer`; returns the exit status."""
     parser = Parser(prog="python -m data.train_tokenizer", description="Train a tokenizer on text.")
     parser.add_argument("--in", dest="source", required=True, help="file, folder or glob")
     parser.add_argument("--vocab", type=int, required=True, help="number of tokens")

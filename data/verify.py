@@ -25,6 +25,7 @@ from data.publish import INPUTS, file_hash
 from data.tokenizer import load_tokenizer
 from data.workers import run_tasks
 from recipes.command import Parser, refuse
+from recipes.cores import usable
 from recipes.exits import FAILED
 from recipes.schema import UserError
 
@@ -149,9 +150,10 @@ def _num_rows(path: Path) -> int | str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Entry of `make corpus-verify`; returns the exit status."""
     parser = Parser(prog="python -m data.verify", description="Read every byte of a corpus.")
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=usable())
     options = parser.parse_args(arguments)
     start = time.monotonic()
     try:

@@ -32,8 +32,8 @@ from typing import Any
 from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
+from recipes.cores import usable
 from recipes.schema import UserError, Watch
-from runtime.cores import usable
 
 ROOT = Path(__file__).resolve().parent.parent
 # The launcher says something every other second (launch.cluster), and so does an agent with ranks.

@@ -65,6 +65,11 @@ class Budget:
         if self._waits_for_ghosts(life, before):
             self._last = before
             return Verdict(True, 0, BUSY_WAIT_S, "ranks that were cut off may still hold the run")
+        if self._best_step[1] and life.place == (0, 0, 0):
+            why = (
+                f"nothing is left of the run's folder, which had come to step {self._best_step[1]}"
+            )
+            return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
         if life.cause == "refused" or self._lives == 0:
             return Verdict(False, life.status)
         has_progressed = self._has_progressed(life)

@@ -90,15 +90,17 @@ class Fleet:
                 changed = [host for host in wrong if self._replace(host, said(error, host), unfit)]
                 if changed:
                     continue
-                if is_first or not wrong:
+                left_s = until - time.monotonic()
+                if is_first or (not wrong and left_s < 0):
                     raise
-                if time.monotonic() > until:
+                if left_s < 0:
                     self._shrink(wrong, error)
                     continue
-                self.say(
-                    f"{names([host.name for host in wrong])}: not fit, and no spare is left; trying"
-                    f" again for {max(0.0, until - time.monotonic()):.0f} s (restart.wait_s)"
-                )
+                what = "; ".join(error.problems)  # of this machine: no process, no room
+                if wrong:
+                    who = names([host.name for host in wrong])
+                    what = f"{who}: not fit, and no spare is left"
+                self.say(f"{what}; trying again for {left_s:.0f} s (restart.wait_s)")
             self.pause(AGAIN_S)
             self.facts = {}
             unfit.clear()  # spares may have come back as well

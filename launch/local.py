@@ -147,6 +147,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             Budget(0 if once else recipe.restart.lives, before(recipe, book)),
             asked,
             lambda why: keep(book, why, facts(), os.environ),
+            0.0 if once else recipe.restart.wait_s,
         )
 
 
@@ -234,8 +235,10 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
         )  # fmt: skip
         with watch:
             return supervise(
-                mend, book, budget, asked, lambda why: keep(book, why, fleet.facts, os.environ)
-            )
+                mend, book, budget, asked,
+                lambda why: keep(book, why, fleet.facts, os.environ),
+                0.0 if once else rules.wait_s,
+            )  # fmt: skip
 
 
 def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:

@@ -6,7 +6,8 @@
 The one rule: when `wait` returns none of them lives, however it went; and if this process is killed
 the kernel kills them. torchrun is not used for this: it hides exit statuses (93 becomes 1), waits
 30 s for a stopped process, prints tracebacks of its own and imports torch first. The variables are
-torchrun's, so the entry runs under either. Units: seconds.
+torchrun's, so the entry runs under either. What ranks print goes on without secrets. Units:
+seconds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from launch import oom
 from launch.outcome import End
 from launch.watchdog import LOOK_S, WAITING_S, Hung, Watchdog
+from recipes.redaction import redact, secret_values
 from recipes.schema import Watch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -158,6 +160,7 @@ class Ranks:
         self._stopping: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen] = []
+        self._secrets = secret_values(environments[0])
         self._oom_kills = oom.kills()
         self._numbers = [int(environment["RANK"]) for environment in environments]
         self._is_all = len(environments) == int(environments[0].get("WORLD_SIZE", 1))
@@ -291,6 +294,7 @@ class Ranks:
 
         def read(stream, kind: str) -> None:
             while line := stream.readline(LONGEST_LINE):
+                line = redact(line.decode(errors="replace"), self._secrets).encode()
                 if kind == "err":
                     last.append(line.decode(errors="replace").rstrip("\r\n"))
                 self._logs.write(name, line)

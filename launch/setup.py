@@ -38,7 +38,13 @@ def main(arguments: list[str]) -> int:
         )
     if arguments[0] == "--check":
         return check(for_tests="tests" in arguments)
-    return make_venv(Path(arguments[0]))
+    try:
+        return make_venv(Path(arguments[0]))
+    except OSError as error:  # a read-only project, a full disk
+        return _fail(
+            f"{error.filename}: {error.strerror}; the environment is made beside the project, or"
+            " name an interpreter that has what requirements.txt lists: PYTHON=..."
+        )
 
 
 def make_venv(folder: Path) -> int:

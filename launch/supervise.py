@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.budget import Budget, Life
-from launch.outcome import cause_of, first_failure
+from launch.outcome import End, cause_of, first_failure
 from launch.screen import Screen
 from launch.start import Asked, Lived
-from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE
+from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
 from recipes.schema import UserError
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
 FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over from the one before
-LOOK_S = 0.2
+LOOK_S = 0.5
 
 
 class Book(Protocol):
@@ -40,6 +40,12 @@ class Book(Protocol):
 
     def place(self) -> tuple[int, int, int]:
         """(segment, newest step, newest saved step); zeros where there is nothing."""
+
+    def attend(self) -> None:
+        """Let people see that somebody starts this run."""
+
+    def trouble(self) -> str | None:
+        """Why nothing can be put on record now; None where it can."""
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
         """Write the line of a life; the line, or None where nothing had begun."""
@@ -62,12 +68,13 @@ def supervise(
     budget: Budget,
     asked: Asked,
     bundle: Callable[[str], Path | None],
+    patience_s: float = 0.0,
 ) -> int:
     """Live until there is an end; returns the exit status.
 
     `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
     where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
-    run is given up.
+    run is given up; for `patience_s` it waits for a record that cannot be written.
     """
     life: Life | None = None
     lived: Lived | None = None
@@ -83,13 +90,19 @@ def supervise(
             if life is None:
                 raise
             return give_up("; ".join(error.problems), bundle)
+        book.attend()
         launch = book.new_launch()
         screen = Screen(start.num_ranks)
-        before, lived = (
-            lived,
-            start.live(screen, asked, {LAUNCH: launch, FAMILY: family}, has_begun),
-        )
+        before = lived
+        try:
+            lived = start.live(screen, asked, {LAUNCH: launch, FAMILY: family}, has_begun)
+        except (OSError, UserError) as error:  # no process, no temporary file, no ssh: for now
+            if life is None:
+                raise
+            lived = not_started(error)
         status = screen.finish(lived.ends, asked.first)
+        book.attend()
+        await_record(book, asked, patience_s)
         life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun
         verdict = budget.judge(life)
@@ -101,11 +114,27 @@ def supervise(
         whence = f"checkpoint step {saved}" if saved else "step 0"
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
-        if not pause(verdict.wait_s, asked):
-            return asked_status(asked.first)
-        if book.stop_is_asked():
-            say("it was asked to stop: not started again")
-            return FINISHED
+        status = rest(verdict.wait_s, asked, book)
+        if status is not None:
+            return status
+
+
+def not_started(error: OSError | UserError) -> Lived:
+    """A life that ended before it had ranks."""
+    last = tuple(f"failed: {line}" for line in getattr(error, "problems", [error]))
+    now = time.time()
+    return Lived([End(rank=0, status=FAILED, after_s=0.0, last=last)], now, now, 0.0)
+
+
+def await_record(book: Book, asked: Asked, patience_s: float) -> None:
+    """Wait until what happened can be put on record: a full disk is emptied by somebody, a file
+    system comes back; the lives that it would cost are worth more. A signal breaks it off."""
+    until, told = time.monotonic() + patience_s, None
+    while asked.first is None and time.monotonic() < until and (trouble := book.trouble()):
+        if trouble != told:
+            say(f"{trouble}; waiting up to {patience_s:.0f} s for that to change (restart.wait_s)")
+            told = trouble
+        time.sleep(LOOK_S)
 
 
 def written_down(
@@ -154,12 +183,19 @@ def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
     return DO_NOT_RETRY
 
 
-def pause(seconds: float, asked: Asked) -> bool:
-    """Wait; False as soon as a signal asks for the end."""
+def rest(seconds: float, asked: Asked, book: Book) -> int | None:
+    """Wait before the next life; the exit status of an end that is asked for meanwhile."""
     end = time.monotonic() + seconds
-    while asked.first is None and (left := end - time.monotonic()) > 0:
+    while True:
+        if asked.first is not None:
+            return asked_status(asked.first)
+        if book.stop_is_asked():
+            say("it was asked to stop: not started again")
+            return FINISHED
+        left = end - time.monotonic()
+        if left <= 0:
+            return None
         time.sleep(min(left, LOOK_S))
-    return asked.first is None
 
 
 def say(text: str) -> None:

@@ -340,7 +340,7 @@ def _zero(value: Any) -> int | str:
         stage = as_int(value)
     except ValueError:
         if isinstance(value, str) and value:
-            return value
+            return _to_text(value)
         raise ValueError("is neither a stage (1, 2, 3) nor a name") from None
     if stage == 0:
         raise ValueError(f"is refused: {STAGE_0}")

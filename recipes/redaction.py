@@ -33,17 +33,19 @@ OF_TEXT = {
 TOKENS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}"
     r"|sk-[\w-]{16,}|A(?:KI|SI)A[0-9A-Z]{16}|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}|npm_\w{30,}"
-    r"|pypi-[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|pypi-[\w-]{30,}|eyJ[\w-]{8,2000}+\.[\w-]{8,}+\.[\w-]*)"
 )
-USER_INFO = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/?#@'\"]+@")
+USER_INFO = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]{0,30}://)[^\s/?#@'\"]+@")
 PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
 BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
-ASSIGNED = re.compile(
-    r"""(?P<name>[A-Za-z_][\w.-]*)(?P<mark>["']?[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S))"""
-    r"""(?P<value>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;&}\]]+)"""
+# Possessive (`*+`), and never begun inside a word: a long word costs a time that grows as it does.
+NAMED = re.compile(
+    r"""(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)"""
+    r"""(?P<mark>["']?[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S))"""
 )
+VALUE = re.compile(r""""(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+'|[^\s,;&}\]]+""")
 EMPTY = ("", '""', "''", "null", "None", "~", "true", "false", "True", "False")
 
 
@@ -67,19 +69,28 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
     text = USER_INFO.sub(rf"\g<1>{MASK}@", text)
     text = TOKENS.sub(MASK, text)
     text = BEARER.sub(rf"\g<1> {MASK}", text)
-    return ASSIGNED.sub(_assigned, text)
+    return _without_values(text)
 
 
-def _assigned(found: re.Match) -> str:
-    name, mark, value = found["name"], found["mark"], found["value"]
-    # A blank gives a value only to an option: `--token abc`, but not "the token was refused".
-    is_option = found.string[max(0, found.start() - 2) : found.start()] == "--"
-    is_masked = value.strip("\"'\\") == MASK  # by an earlier pass, which took no quote away
-    if not looks_secret(name) or value in EMPTY or is_masked or (mark.isspace() and not is_option):
-        # The value may itself be the name of another: "--env=API_KEY=abc".
-        return name + mark + (ASSIGNED.sub(_assigned, value) if value not in EMPTY else value)
-    quote = value[0] if value[0] in "\"'" else '"' if ":" in mark else ""
-    return f"{name}{mark}{quote}{MASK}{quote}"
+def _without_values(text: str) -> str:
+    """`text` without the values that are given to secret names."""
+    parts, at = [], 0
+    while found := NAMED.search(text, at):
+        start = at
+        at = found.end()
+        # A blank gives a value only to an option: `--token abc`, but not "the token was refused".
+        is_option = text.endswith("--", 0, found.start("name")) or not found["mark"].isspace()
+        given = VALUE.match(text, at) if is_option and looks_secret(found["name"]) else None
+        parts.append(text[start:at])
+        # Masked by an earlier pass, which took no quote away.
+        is_masked = given and given[0].strip("\"'\\") == MASK
+        if given and given[0] not in EMPTY and not is_masked:
+            value = given[0]
+            quote = value[0] if value[0] in "\"'" else '"' if ":" in found["mark"] else ""
+            parts.append(f"{quote}{MASK}{quote}")
+            at = given.end()
+        # Else the value may itself be the name of another: "--env=API_KEY=abc".
+    return "".join([*parts, text[at:]])
 
 
 def redacted(value: Any, known: Iterable[str] = ()) -> Any:

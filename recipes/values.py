@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import field
@@ -27,11 +28,19 @@ ALIKE = 0.67  # `dropout` is not `recompute` (0.65); `16` may be `bf16`
 LONGEST_SHOWN = 200  # characters of a value in a message
 
 
+# A name or a value may hold a line break; a problem is one line all the same.
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return repr(found.group())[1:-1]
+
+
 class UserError(ValueError):
     """What a user can put right: problems, each one line with knob, value, rule and way out."""
 
     def __init__(self, *problems: str):
-        self.problems = list(problems)
+        self.problems = [CONTROL.sub(_escaped, problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 

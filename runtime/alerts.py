@@ -37,6 +37,8 @@ class Alerts:
         self.run, self.knobs, self.event, self.say = run, knobs, event, say
         self._waiting: queue.Queue = queue.Queue(MOST_WAITING)
         self._worker: threading.Thread | None = None
+        self._told: subprocess.Popen | None = None  # the command that was started last
+        self._is_over = False
 
     def __call__(self, kind: str, text: str, **facts: Any) -> None:
         """One event of this kind, one line, and the command if there is one; returns at once."""
@@ -56,21 +58,48 @@ class Alerts:
             self.event("alert_failed", alert=kind, reason=f"{MOST_WAITING} alerts wait already")
 
     def close(self) -> None:
-        """Wait until all have been told, or the time limit is over."""
+        """Wait until all have been told, or the time limit is over; no command outlives it."""
         if self._worker is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(None)
             self._worker.join(self.knobs.timeout_s + 1)
+            self._is_over = True
+            while self._worker.is_alive():
+                if self._told is not None:
+                    kill(self._told)
+                self._worker.join(0.1)
             self._worker = None
 
     def _work(self) -> None:
+        def started(process: subprocess.Popen) -> None:
+            self._told = process
+
         while (waiting := self._waiting.get()) is not None:
-            reason = tell(self.knobs, self.run, *waiting)
+            reason = "the run ended before it was told"
+            if not self._is_over:
+                reason = tell(self.knobs, self.run, *waiting, started)
             if reason:
-                self.event("alert_failed", alert=waiting[0], reason=reason)
+                with contextlib.suppress(OSError):  # a full disk, perhaps what it is about
+                    self.event("alert_failed", alert=waiting[0], reason=reason)
+            if self._is_over and self._waiting.empty():
+                return
 
 
-def tell(knobs: Knobs, run: str, kind: str, text: str, facts: Mapping[str, Any]) -> str | None:
+def kill(process: subprocess.Popen) -> None:
+    """End a command with what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:  # else its number may be another's by now
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def tell(
+    knobs: Knobs,
+    run: str,
+    kind: str,
+    text: str,
+    facts: Mapping[str, Any],
+    started: Callable[[subprocess.Popen], None] = lambda process: None,
+) -> str | None:
     """Run the command for one alert; why that failed, or None."""
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
     environment |= {"ALERT_RUN": run, "ALERT_KIND": kind, "ALERT_TEXT": text}
@@ -86,11 +115,11 @@ def tell(knobs: Knobs, run: str, kind: str, text: str, facts: Mapping[str, Any])
         )
     except (OSError, ValueError) as error:
         return f"{knobs.command[0]}: {error}"
+    started(process)
     try:
         process.communicate("\n".join(lines).encode() + b"\n", timeout=knobs.timeout_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         process.wait()
         return f"{knobs.command[0]} did not end within {knobs.timeout_s} s and was killed"
     except OSError as error:

@@ -1,21 +1,25 @@
 """The record of a run as its supervisor uses it, between two lives.
 
 The one rule: what cannot be read or written costs a line of the record, never the run. Imports no
-torch. Units: steps, seconds.
+torch. Units: steps, seconds, bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from recipes.schema import UserError
 from runtime import lives
+from runtime.presence import LAUNCHER, attend
 from runtime.records import EVENTS, read_events, record_event
 from runtime.requests import BETWEEN_LIVES, forget, read_request
+
+ROOM_BYTES = 1 << 20  # more than the lines of a life take
 
 
 class Book:
@@ -23,6 +27,16 @@ class Book:
 
     def __init__(self, folder: Path, job: str = ""):
         self.folder, self._job = folder, job
+        self._place = (0, 0, 0)
+        self._attended: TextIO | None = None
+
+    def attend(self) -> None:
+        """Let people see that the run has a launcher, as soon as it has a folder."""
+        with contextlib.suppress(OSError):
+            if self._attended is None or not os.path.samestat(
+                os.fstat(self._attended.fileno()), os.stat(self.folder / LAUNCHER)
+            ):
+                self._attended = attend(self.folder)
 
     def new_launch(self) -> str:
         """A name for a start of all ranks; those of one SLURM job begin alike."""
@@ -34,9 +48,25 @@ class Book:
         return any(event.get("launch", "").startswith(f"{self._job}.") for event in events)
 
     def place(self) -> tuple[int, int, int]:
-        """(segment, newest step, newest saved step)."""
-        mark = lives.mark(self.folder)
-        return mark.segment, mark.step, mark.saved_step
+        """(segment, newest step, newest saved step); those of before where none can be read."""
+        with contextlib.suppress(OSError, UserError):
+            mark = lives.mark(self.folder)
+            self._place = mark.segment, mark.step, mark.saved_step
+        return self._place
+
+    def trouble(self) -> str | None:
+        """Why nothing can be put on record now; None where it can, or nothing was yet."""
+        if self._place == (0, 0, 0):
+            return None
+        probe = self.folder / f".room-{secrets.token_hex(8)}"
+        try:
+            probe.write_bytes(bytes(ROOM_BYTES))
+        except OSError as error:
+            return f"{self.folder}: {error.strerror}"
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        return None
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
         """Write the line of a life. A record that cannot be written costs the line, not the run."""
@@ -53,12 +83,14 @@ class Book:
         with contextlib.suppress(OSError, UserError):
             life = max(1, lives.next_number(self.folder) - 1)
             record_event(self.folder, "stopped", life=life, reason=BETWEEN_LIVES)
-        forget(self.folder)
+            forget(self.folder)
         return True
 
     def name(self) -> str:
         """A name for what belongs to the newest life."""
-        return f"life-{lives.next_number(self.folder) - 1}"
+        with contextlib.suppress(OSError, UserError):
+            return f"life-{lives.next_number(self.folder) - 1}"
+        return "life-unknown"
 
     def note(self, host: str, state: str, **facts: Any) -> None:
         """Put on record what became of a host, where there is a record already."""
@@ -69,9 +101,10 @@ class Book:
 
     def failures(self) -> list[tuple[str, str, float]]:
         """(host, cause, when) of all lives, and of hosts that were found unfit."""
-        events = read_events(self.folder) if self.folder.is_dir() else []
-        return [
-            (event["host"], event["cause"], lives.unix_s(event))
-            for event in events
-            if event.get("host") and event.get("cause")
-        ]
+        with contextlib.suppress(OSError, UserError):
+            return [
+                (event["host"], event["cause"], lives.unix_s(event))
+                for event in read_events(self.folder)
+                if event.get("host") and event.get("cause")
+            ]
+        return []

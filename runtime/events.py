@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.console import duration
-from runtime.presence import is_living
-from runtime.records import EVENTS, parse_line
+from runtime.presence import is_living, launcher
+from runtime.records import EVENTS, EVENTS_HAVE, read_line
 
 LOOK_S = 1.0
 COMMON = ("time", "kind", "life", "segment", "launch")  # shown before, or of no use to a person
@@ -102,16 +102,17 @@ def chosen(events: Iterable[Mapping[str, Any]], kinds: set[str]) -> list[str]:
 
 
 def follow(folder: Path, kinds: set[str], seen: int) -> None:
-    """Print what is added after `seen` bytes, as long as the run lives."""
+    """Print what is added after `seen` bytes, as long as the run lives, or has a launcher."""
     path = folder / EVENTS
     while True:
-        lives = is_living(folder)
+        lives = is_living(folder) or launcher(folder) is not None
         with open(path, "rb") as file:
             file.seek(seen)
             *whole, _torn = file.read().split(b"\n")
-        seen += sum(len(line) + 1 for line in whole)
-        for text in chosen(map(parse_line, whole), kinds):
+        added = (read_line(path, f"after byte {seen}", line, EVENTS_HAVE) for line in whole)
+        for text in chosen(added, kinds):
             print(text, flush=True)
+        seen += sum(len(line) + 1 for line in whole)
         if not lives and not whole:
             return
         time.sleep(LOOK_S)

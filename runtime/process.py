@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from recipes.cores import usable
 from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
 from runtime import builds, meeting
-from runtime.cores import usable
 from runtime.trust import keep_to_owner
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

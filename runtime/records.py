@@ -18,7 +18,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +32,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
 RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
+# Fields that every version has written.
+METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "life"), ("time", "kind", "life")
 
 
 def strict_line(fields: Mapping[str, Any]) -> str:
@@ -95,23 +97,30 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
     return True
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All records of a line file; a half-written last line is ignored, another is a UserError."""
+def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """All records of a line file, each with the fields `needed`; a half-written last line is
+    ignored, another is a UserError."""
     if not path.exists():
         return []
     *whole, _torn = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(whole, start=1):
-        try:
-            records.append(parse_line(line))
-        except ValueError as problem:
-            raise UserError(
-                f"{path} line {number} is not strict JSON ({problem}); delete that line"
-            ) from None
-    return records
+    return [read_line(path, f"line {n}", line, needed) for n, line in enumerate(whole, start=1)]
 
 
-def last_lines(path: Path, most: int = 1) -> list[dict[str, Any]]:
+def read_line(path: Path, where: str, line: bytes, needed: Collection[str] = ()) -> dict[str, Any]:
+    """One record, found in `path` at `where`. Raises UserError where it is none."""
+    try:
+        record = parse_line(line)
+    except ValueError as problem:
+        raise UserError(
+            f"{path} {where} is not strict JSON ({problem}); delete that line"
+        ) from None
+    absent = [name for name in needed if name not in record]
+    if absent:
+        raise UserError(f"{path} {where} has no {', '.join(absent)}; delete that line")
+    return record
+
+
+def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[dict[str, Any]]:
     """The newest records of a line file, however long it is, oldest first: at most `most`, and of
     those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
     try:
@@ -125,8 +134,8 @@ def last_lines(path: Path, most: int = 1) -> list[dict[str, Any]]:
     found = []
     for line in reversed(whole[-most:]):
         try:
-            found.append(parse_line(line))
-        except ValueError:
+            found.append(read_line(path, "near its end", line, needed))
+        except UserError:
             break
     return found[::-1]
 
@@ -137,7 +146,10 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON value")
 
-    return json.loads(line, parse_constant=refuse)
+    record = json.loads(line, parse_constant=refuse)
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} is no record")
+    return record
 
 
 def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[str, Any]]]:
@@ -147,7 +159,7 @@ def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[
     A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
     stays unique.
     """
-    records = read_lines(path)
+    records = read_lines(path, METRICS_HAVE)
     kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
     if len(kept) == len(records):
         return 0, kept
@@ -163,7 +175,7 @@ def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]
     """
     path = Path(path)
     lines: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in read_lines(path / METRICS if path.is_dir() else path):
+    for line in read_lines(path / METRICS if path.is_dir() else path, METRICS_HAVE):
         key = (line["segment"], line["step"])
         if key not in lines or line["life"] >= lines[key]["life"]:
             lines[key] = line
@@ -187,6 +199,6 @@ def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The records of a run's events.jsonl, all or those of one kind."""
     return [
         event
-        for event in read_lines(Path(folder) / EVENTS)
+        for event in read_lines(Path(folder) / EVENTS, EVENTS_HAVE)
         if kind is None or event["kind"] == kind
     ]

@@ -236,7 +236,15 @@ class Saver:
             self._is_alarmed = False
             if self._report is None or report.step >= self._report.step:
                 self._report = report  # one that was left out meanwhile is not made good by it
-            self.tell(report)
+            self._ended(report)
+
+    def _ended(self, report: SaveReport) -> None:
+        """Tell of a save; what it says need not be said by the next one, where it is there."""
+        if report.ok:
+            self.skipped_before = self._state.health["skipped_steps"]
+            if self.evaluated and self.evaluated[0] <= report.step:
+                self.evaluated = None
+        self.tell(report)
 
     def _alarm(self) -> None:
         """Once per save: it has been in flight for too long."""
@@ -298,9 +306,8 @@ class Saver:
         self.tell(Note("interval", text, facts))
 
     def _begin(self, step: int, health: dict[str, Any], began: float) -> None:
-        """Save, or begin to; a new try of a step saves the same state."""
-        if self._state is None or self._state.step != step:
-            self._state = self._state_after(step, health)
+        """Save, or begin to."""
+        self._state = self._state_after(step, health)
         arguments = (self.folder, step, self.engine.fragments(), self._state.as_dict())
         options = dict(
             local={"random": random_states(self.process.device)},
@@ -314,7 +321,7 @@ class Saver:
             self._in_flight, self._is_alarmed = step, False
         else:
             self._report = save(*arguments, self.ranks, **options)
-            self.tell(self._report)
+            self._ended(self._report)
 
     def _state_after(self, step: int, health: dict[str, Any]) -> RunState:
         """`health` gets what tells a healthy checkpoint: the newest validation loss since the save
@@ -327,7 +334,6 @@ class Saver:
             "val_step": val_step,
             "skipped_since_save": health["skipped_steps"] - self.skipped_before,
         }
-        self.skipped_before, self.evaluated = health["skipped_steps"], None
         counted = self.engine.optimizer_step()
         return RunState(
             step=step,

@@ -20,8 +20,8 @@ from runtime.console import duration, number
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import ENDINGS, unix_s
-from runtime.presence import is_living, shown
-from runtime.records import METRICS, last_lines, read_events
+from runtime.presence import is_living, launcher, shown
+from runtime.records import METRICS, METRICS_HAVE, last_lines, read_events
 from runtime.requests import read_request
 
 RECENT = 20  # steps that a speed is taken of
@@ -44,6 +44,7 @@ class State:
     line_s: float | None  # time of the newest line
     saved: tuple[int, float] | None  # newest checkpoint: step, time
     now_s: float
+    launcher: str | None = None  # who starts it again
 
 
 def state_of(folder: Path) -> State:
@@ -56,10 +57,11 @@ def state_of(folder: Path) -> State:
         is_living(folder),
         shown(folder),
         read_events(folder),
-        last_lines(metrics, RECENT),
+        last_lines(metrics, RECENT, METRICS_HAVE),
         metrics.stat().st_mtime if metrics.exists() else None,
         newest,
         time.time(),
+        launcher(folder),
     )
 
 
@@ -111,6 +113,8 @@ def is_open(state: State) -> bool:
 def next_command(state: State) -> list[str]:
     """What goes on with a run that does not live."""
     name = state.folder.name
+    if state.launcher:
+        return [f"  next: nothing to do: its launcher ({state.launcher}) starts it"]
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
     if "finished" in kinds[-2:]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]

@@ -17,7 +17,7 @@ from recipes.exits import FAILED, FINISHED
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
 from runtime.lives import unix_s
-from runtime.presence import is_living, shown
+from runtime.presence import is_living, launcher, shown
 from runtime.records import read_events
 from runtime.requests import BETWEEN_LIVES, ask, read_request
 
@@ -29,7 +29,7 @@ BETWEEN_S = 900.0
 
 def stop(folder: Path, now: bool) -> int:
     """Ask, wait, tell; the exit status."""
-    if not is_living(folder):
+    if not is_living(folder) and launcher(folder) is None:
         return not_running(folder, now)
     began = time.time()
     ask(folder, now=now, who=who())
@@ -45,10 +45,14 @@ def stop(folder: Path, now: bool) -> int:
 
 def await_end(folder: Path, began: float) -> None:
     """Until nobody runs it and its launcher has given it up."""
-    tell_at = began + TELL_S
-    while (lives := is_living(folder)) or read_request(folder) is not None:
-        if not lives and time.time() - began > BETWEEN_S:
-            return
+    tell_at, was_attended = began + TELL_S, False
+    while True:
+        is_attended = launcher(folder) is not None
+        was_attended |= is_attended
+        if not is_attended and not is_living(folder):
+            is_over = was_attended or read_request(folder) is None
+            if is_over or time.time() - began > BETWEEN_S:
+                return
         if time.time() > tell_at:
             tell_at += TELL_S
             seen = shown(folder)

@@ -42,6 +42,9 @@ def read(path: Path, shown: str) -> dict[str, Any]:
     except _NotANumber as error:
         position = text.find(str(error))
         raise UserError(f"{shown}: {_place(text, position)}: {error} is not JSON") from None
+    except ValueError:  # Python reads no integers of more than 4300 digits
+        position = re.search(r"\d{4000}", text).start()
+        raise UserError(f"{shown}: {_place(text, position)}: a number of too many digits") from None
     if not isinstance(value, dict):
         raise UserError(f"{shown}: line 1 column 1: must be an object, {{...}}")
     twice = duplicates(text)

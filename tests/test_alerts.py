@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 
@@ -59,6 +60,20 @@ def test_a_command_that_fails_or_hangs_is_an_event_and_no_more(tmp_path, text, r
     assert events[0][0] == "roll_back"
     assert events[1][0] == "alert_failed"
     assert reason in events[1][1]["reason"]
+
+
+def test_no_command_outlives_the_run_however_many_alerts_wait(tmp_path):
+    pids = tmp_path / "pids"
+    alert, events, _ = alerts([program(tmp_path, f'echo $$ >> "{pids}"; sleep 600')], timeout_s=1)
+    for _ in range(4):
+        alert("roll_back", "x")
+    alert.close()
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    failed = [fields["reason"] for kind, fields in events if kind == "alert_failed"]
+    assert len(failed) == 4
+    assert failed[-1] == "the run ended before it was told"
 
 
 def test_a_command_that_is_not_there_is_an_event():

@@ -1,4 +1,4 @@
-"""runtime/cores.py: the quota of a container counts, not the cores of its machine."""
+"""recipes/cores.py: the quota of a container counts, not the cores of its machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cores import usable
+from recipes.cores import usable
 
 
 def write(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,8 +122,10 @@ def test_a_real_conflict_names_both_places(own_json):
         "ds.train_batch_size=5"
     )
     assert "contradicts 1.0 (recipe: optim.clip)" in only("ds.gradient_clipping=0.5")
-    assert "contradicts False (recipe: precision)" in only("ds.bf16.enabled=true")
-    assert "contradicts True" in only("ds.bf16.enabled=1", "precision=bf16")
+    assert "contradicts false (recipe: precision)" in only("ds.bf16.enabled=true")
+    assert "=1 is not true or false; the recipe owns it (precision)" in only(
+        "ds.bf16.enabled=1", "precision=bf16"
+    )
 
 
 def test_text_for_true_or_false_and_null_are_no_values_of_an_owned_key():
@@ -438,6 +441,19 @@ def test_paths_are_relative_to_the_repository_from_any_folder(tmp_path, monkeypa
     assert "did you mean zero3?" in line
     assert ", ".join(PRESETS) in line
     assert "there is no file" in only("zero=zero2.json")
+
+
+def test_a_path_that_no_file_can_have_and_a_key_with_a_line_break_are_told_in_one_line(own_json):
+    loop = own_json({})[len("zero=") :]
+    Path(loop).unlink()
+    Path(loop).symlink_to(loop)  # a loop
+    for path in (loop, "a/" * 3000 + "x.json"):
+        assert "there is no file" in only(f"zero={path}")
+    with pytest.raises(UserError, match="longer than 255 bytes"):
+        compose("tiny", [f"zero={'x' * 300}.json"])
+    Path(loop).unlink()
+    text = '{"zero_optimization": {"stage": 1, "a\\nb": 1}}'
+    assert "a\\nb" in only(own_json(text))
 
 
 def test_a_preset_that_is_not_plain_json_is_refused_with_its_place(own_json):

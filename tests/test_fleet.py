@@ -123,6 +123,21 @@ def test_without_spares_a_lost_host_is_waited_for(monkeypatch):
     assert any("b: not fit, and no spare is left; trying again" in line for line in world.said)
 
 
+def test_trouble_of_the_launching_machine_is_waited_for_as_well(monkeypatch):
+    world = World(monkeypatch)
+    world.mend(None)
+    troubles, look = ["ssh: Resource temporarily unavailable"], world.look
+
+    def troubled(*arguments):
+        if troubles:
+            raise UserError(troubles.pop())
+        return look(*arguments)
+
+    monkeypatch.setattr(module, "preflight", troubled)
+    assert world.mend("lost_host", "b") == ["a", "c"]
+    assert "temporarily unavailable; trying again" in world.said[-1]
+
+
 def test_where_it_does_not_come_back_the_run_stops_or_shrinks(monkeypatch):
     world = World(monkeypatch, spares=0, wait_s=0)
     world.mend(None)

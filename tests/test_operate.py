@@ -17,6 +17,7 @@ from clones import SMALL, make_clone
 from ranks import PATIENCE, environment
 
 from runtime import events, goodput, operate, presence, requests, status, stop
+from runtime.book import Book
 from runtime.event_files import segment_folder
 from runtime.records import read_events, read_metrics, record_event
 
@@ -202,6 +203,42 @@ def test_stop_fails_where_the_run_ended_otherwise(folder, held, capsys, monkeypa
     assert "ended otherwise" in capsys.readouterr().err
 
 
+def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, monkeypatch):
+    """Before its first rank, and between two lives."""
+    monkeypatch.setattr(stop, "LOOK_S", 0.01)
+    over(folder, "killed")
+    held = presence.attend(folder)
+    assert presence.attend(folder) is None
+    out = said(capsys, "status", "mine")
+    assert f"its launcher (process {os.getpid()} on " in out
+    assert "make pretrain" not in out
+
+    def obey():
+        while requests.read_request(folder) is None:
+            time.sleep(0.01)
+        assert Book(folder).stop_is_asked()
+        held.close()
+
+    launcher = threading.Thread(target=obey)
+    launcher.start()
+    out = said(capsys, "stop", "mine")
+    launcher.join()
+    assert out.endswith("stopped between two lives\n")
+
+
+@pytest.mark.parametrize("verb", ["status", "events", "goodput"])
+@pytest.mark.parametrize("line", [b'{"time": ', b"[1]", b"\0\0\0", b'{"kind": "x"}', b"\xff"])
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, verb, line, name):
+    over(folder, "killed")
+    with open(folder / name, "ab") as file:
+        file.write(line + b"\n")
+    status = operate.main([verb, "mine"])
+    if status:
+        assert (status, f"{name} " in capsys.readouterr().err) == (93, True)
+    assert status or (verb in ("status", "events") and name == "metrics.jsonl")
+
+
 def test_a_run_of_another_host_lives_by_its_sign(folder):
     seen = dict(phase="step", step=2, unix_s=time.time(), host="elsewhere", pid=7)
     (folder / presence.SHOWN).write_text(json.dumps(seen))
@@ -209,6 +246,8 @@ def test_a_run_of_another_host_lives_by_its_sign(folder):
     (folder / presence.SHOWN).write_text(json.dumps(seen | {"unix_s": time.time() - 3600}))
     assert not presence.is_living(folder)
     (folder / presence.SHOWN).write_text("torn")
+    assert presence.shown(folder) == {}
+    (folder / presence.SHOWN).write_text(json.dumps(seen | {"unix_s": "noon"}))
     assert presence.shown(folder) == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from warm import Warm
 from data.ledger import read_ledger
 from runtime.records import read_events, read_metrics
 
-FINISHED, REFUSED = 0, 93
+FINISHED, REQUEUE, REFUSED = 0, 75, 93
 
 
 @pytest.fixture(scope="module")
@@ -357,16 +358,18 @@ def test_a_file_where_runs_should_be_is_refused(clone, warm):
         assert "is no folder" in done.stdout
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(clone):
-    command = [sys.executable, "-m", "launch.local", "--", *SMALL, "run=piped", "steps=30"]
-    process = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=environment(PYTHONPATH=str(clone)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == FINISHED
-    assert len(read_metrics(clone / "runs" / "piped" / "metrics.jsonl")) == 30
+def test_a_terminal_that_is_closed_preempts_the_run_with_a_save(clone):
+    """SIGHUP comes, and what the rank and the launcher print from then on is an error."""
+    words = ["run=closed", "steps=100000", "checkpoint.interval=50000", "log.tensorboard=false"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(clone)
+        command = [sys.executable, "-m", "launch.local", "--", *SMALL, *words]
+        os.execve(sys.executable, command, environment(PYTHONPATH=str(clone)))
+    shown = b""
+    while b" tokens/s" not in shown:
+        shown += os.read(terminal, 100_000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == REQUEUE
+    [life] = read_events(clone / "runs" / "closed", "life")
+    assert (life["cause"], life["saved_step"]) == ("preempted", life["last_step"])

@@ -164,13 +164,22 @@ def test_a_damaged_line_of_the_record_is_a_refusal(run):
         stands(run)
 
 
-def test_ranks_that_found_different_weights_refuse_together():
-    """init_from=runs/x without a step, while that run saves."""
+def test_ranks_that_found_different_weights_or_corpora_refuse_together():
+    """init_from=runs/x without a step, while that run saves; hosts with folders of their own."""
     recipe = SimpleNamespace(init_from="runs/x")
-    for result in run_threads(2, lambda comm: same_everywhere(f"runs/x@{comm.rank}", recipe, comm)):
+
+    def found(label, corpus):
+        def one(comm):
+            data = {"corpora": {"prose": corpus(comm.rank)}}
+            return same_everywhere(label(comm.rank), data, recipe, comm)
+
+        return run_threads(3, one)
+
+    for result in found(lambda rank: f"runs/x@{rank}", lambda rank: f"id{rank // 2}"):
         assert isinstance(result, UserError)
         assert "runs/x@0 and runs/x@1" in str(result)
-    assert run_threads(2, lambda comm: same_everywhere("runs/x@1", recipe, comm)) == [None, None]
+        assert "rank 2 reads the corpora {'prose': 'id1'}, rank 0 reads {'prose'" in str(result)
+    assert found(lambda rank: "runs/x@1", lambda rank: "id") == [None] * 3
 
 
 @pytest.mark.parametrize(

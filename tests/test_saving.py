@@ -94,15 +94,17 @@ def kinds(told):
 
 
 def slow_rank(monkeypatch, victim, gate):
-    """Let one rank's writes wait for `gate`."""
-    write = commit.write_rank
+    """Let one rank's writes wait for `gate`; what is set when it waits."""
+    write, waits = commit.write_rank, threading.Event()
 
     def slow(folder, rank, *arguments, **keywords):
         if rank == victim:
+            waits.set()
             assert gate.wait(LONG)
         return write(folder, rank, *arguments, **keywords)
 
     monkeypatch.setattr(commit, "write_rank", slow)
+    return waits
 
 
 @pytest.mark.parametrize("words", [["checkpoint.interval=1"], ASYNC])
@@ -153,11 +155,12 @@ def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
 def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
     """Saves that fall due are left out by all ranks alike; when it ends they go on."""
     gate, arrived = threading.Event(), threading.Barrier(WORLD)
-    slow_rank(monkeypatch, 1, gate)
+    waits = slow_rank(monkeypatch, 1, gate)
 
     def action(saver, told, engine):
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
         saver.save(1, HEALTH)
+        assert waits.wait(LONG)  # on a busy machine it would still be on its way there
         for step in (2, 3):
             saver.poll()
             saver.save(step, HEALTH)
@@ -209,12 +212,13 @@ def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, mon
 
 def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path, monkeypatch):
     gate = threading.Event()
-    slow_rank(monkeypatch, 1, gate)
+    waits = slow_rank(monkeypatch, 1, gate)
 
     def action(saver, told, engine):
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
         with saver:
             saver.save(1, HEALTH)
+            assert waits.wait(LONG)
             return saver.drain(), kinds(told)
 
     for problem, told in run_savers(tmp_path, ASYNC, action, monkeypatch):
@@ -226,8 +230,10 @@ def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path,
 
 @pytest.mark.parametrize("error", [Shared("all ranks stop"), KeyboardInterrupt()])
 def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeypatch, error):
-    gate = threading.Event()
+    """In the phase of an end: a save may take longer than a step may."""
+    gate, beats = threading.Event(), []
     slow_rank(monkeypatch, 1, gate)
+    monkeypatch.setattr(saving, "HEART", SimpleNamespace(beat=beats.append))
 
     def action(saver, told, engine):
         try:
@@ -241,6 +247,7 @@ def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeyp
 
     assert run_savers(tmp_path, ASYNC, action, monkeypatch) == [[(1, True)]] * WORLD
     assert steps(tmp_path) == [1]
+    assert beats == ["end"] * WORLD
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -255,9 +262,10 @@ def test_a_failed_save_is_told_once_on_all_ranks_and_training_goes_on(tmp_path, 
     monkeypatch.setattr(commit, "write_rank", failing)
 
     def action(saver, told, engine):
-        saver.save(1, HEALTH)
+        saver.evaluated = (1, 2.5)
+        saver.save(1, HEALTH | {"skipped_steps": 1})
         first = saver.drain()
-        saver.save(2, HEALTH)
+        saver.save(2, HEALTH | {"skipped_steps": 3})
         return first, saver.drain(), kinds(told)
 
     words = [f"checkpoint.mode={mode}", "checkpoint.interval=1"]
@@ -267,6 +275,9 @@ def test_a_failed_save_is_told_once_on_all_ranks_and_training_goes_on(tmp_path, 
         assert second is None
         assert told == [(1, False), (2, True)]
     assert steps(tmp_path) == [2]
+    ((_, folder),) = committed(tmp_path / "checkpoints")
+    health = read_manifest(folder).state["health"]  # of all that no checkpoint says yet
+    assert (health["val_loss"], health["val_step"], health["skipped_since_save"]) == (2.5, 1, 3)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

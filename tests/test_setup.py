@@ -81,3 +81,13 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
     assert statuses == [0, 0]
     assert len(installed) == 1  # the requirements, by the first of them
     assert (folder / "ready").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    (tmp_path / "file").touch()
+    assert setup.main([str(tmp_path / "file" / ".venv")]) != 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"setup: {tmp_path}/file/.venv: Not a directory")
+    assert "PYTHON=" in said

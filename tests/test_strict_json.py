@@ -29,6 +29,7 @@ def problem(tmp_path, raw: bytes) -> str:
         ('{"a": {"b": 1,\n "b": 2}}', 'line 2 column 2: key "b" is given twice'),
         ('{"a": 1, "\\u0061": 2}', "line 1 column 10: key "),
         ('{"a": NaN}', "line 1 column 7: NaN is not JSON"),
+        ('{"a": 1,\n"b": %s}' % ("9" * 5000), "line 2 column 6: a number of too many digits"),
         ("[1]", "line 1 column 1: must be an object"),
         ("", "line 1 column 1"),
         ('{"a": 1', "line 1 column 8"),

@@ -18,14 +18,15 @@ ARROWS = {
     "recipes": (),
     "model": (),
     "parallel": ("model", "recipes.schema"),
-    "data": ("recipes.schema",),
+    "data": ("recipes.schema", "recipes.cores"),
     "checkpoint": (
         "parallel", "model", "data", "recipes.schema", "recipes.exits", "recipes.command",
     ),
     "runtime": (
         "parallel", "model", "checkpoint", "recipes.schema", "recipes.exits", "recipes.redaction",
+        "recipes.cores",
     ),
-    "launch": ("recipes.schema", "recipes.exits", "recipes.redaction"),
+    "launch": ("recipes.schema", "recipes.exits", "recipes.redaction", "recipes.cores"),
 }  # fmt: skip
 
 MOST_LINES, MOST_FUNCTION_LINES = 500, 100

@@ -5,8 +5,11 @@ Ranks are real processes without torch (life_worker.py), which keep a run's reco
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +21,14 @@ import pytest
 from ranks import ROOT
 
 from launch import budget, local, oom, start
+from launch import supervise as supervise_module
 from launch.budget import Budget, Life
 from launch.local import Book, goes_on, keep
 from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
-from runtime.records import read_events
+from runtime import presence, requests
+from runtime.records import append_line, read_events
 
 SECRET = "hunter2hunter2"
 
@@ -36,13 +41,17 @@ def quick(monkeypatch):
 
 
 def live_through(
-    tmp_path: Path, plan: list, lives: int = 3, before=lambda: None
+    tmp_path: Path, plan: list, lives: int = 3, before=lambda: None, at_life=lambda number: None
 ) -> tuple[int, Path]:
-    """The exit status of a run of one rank whose lives end as `plan` says, and its folder."""
+    """The exit status of a run of one rank whose lives end as `plan` says, and its folder. Before
+    a life begins `at_life` is told its number."""
     folder = tmp_path / "run"
     words = [str(ROOT / "tests" / "life_worker.py"), str(folder), json.dumps(plan)]
 
+    numbers = itertools.count(1)
+
     def live(screen, asked, variables, has_begun):
+        at_life(next(numbers))
         return start.live_here(words, 1, tmp_path, folder, None, screen, asked, variables)
 
     book = Book(folder)
@@ -54,6 +63,7 @@ def live_through(
             Budget(lives, book.place()),
             asked,
             lambda why: keep(book, why, {}, os.environ),
+            patience_s=600.0,
         )
     return status, folder
 
@@ -99,6 +109,62 @@ def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets
     assert "password=***" in text
     assert SECRET not in text
     assert '"step": 4' in text
+    assert SECRET not in told + (folder / "logs" / "rank-00000.log").read_text()
+
+
+def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, capfd):
+    """No process, no temporary file; then a disk that is full until somebody makes room."""
+    tries = []
+
+    def at_life(number):
+        if number == 2:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def trouble(book):
+        tries.append(book.place())
+        return f"{book.folder}: No space left on device" if len(tries) in (1, 2) else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Book, "trouble", trouble)
+        patch.setattr(supervise_module, "LOOK_S", 0.01)
+        status, folder = live_through(tmp_path, [[4, 3, "kill"], [9, 9, 0]], at_life=at_life)
+    assert status == 0
+    causes = [cause for (cause,) in lines_of(folder, "cause")]
+    assert causes == ["killed", "failed", "finished"]
+    told = capfd.readouterr().err
+    assert told.count("No space left on device; waiting up to 600 s") == 1
+    assert "Resource temporarily unavailable" in told
+
+
+def test_a_record_that_cannot_be_written_is_known(tmp_path):
+    book = Book(tmp_path / "run")
+    assert book.trouble() is None  # nothing was there yet
+    record_run(tmp_path / "run")
+    assert book.place() == (0, 4, 0)
+    assert book.trouble() is None
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl"]
+    shutil.rmtree(tmp_path / "run")
+    assert "No such file" in book.trouble()
+
+
+def record_run(folder: Path) -> None:
+    folder.mkdir()
+    append_line(folder / "metrics.jsonl", {"segment": 0, "step": 4, "life": 1})
+
+
+def test_a_run_whose_folder_has_gone_does_not_begin_anew(tmp_path, capfd):
+    """A file system that is not mounted looks like a run that never began."""
+
+    def at_life(number):
+        if number == 2:
+            shutil.rmtree(tmp_path / "run")
+
+    plan = [[4, 3, "kill"], [0, 0, "vanish"], [9, 9, 0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Book, "trouble", lambda book: None)
+        status, _ = live_through(tmp_path, plan, at_life=at_life)
+    assert status == 93
+    assert "nothing is left of the run's folder, which had come to step 4" in capfd.readouterr().err
 
 
 def test_progress_renews_the_budget(tmp_path):
@@ -146,6 +212,20 @@ def test_a_signal_ends_the_run_also_between_two_lives(tmp_path, monkeypatch):
     status, folder = live_through(tmp_path, plan, before=interrupt_later)
     assert status == 128 + signal.SIGINT
     assert [cause for (cause,) in lines_of(folder, "cause")] == 2 * ["killed"]
+
+
+def test_make_stop_ends_the_wait_between_two_lives_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "FIRST_WAIT_S", 1000.0)
+
+    def at_life(number):
+        if number == 2:
+            requests.ask(tmp_path / "run", now=False, who="me")
+
+    plan = [[4, 3, "kill"], [4, 0, "kill"], [9, 9, 0]]
+    status, folder = live_through(tmp_path, plan, at_life=at_life)
+    assert status == 0
+    assert [event["kind"] for event in read_events(folder)][-1] == "stopped"
+    assert presence.launcher(folder) is None
 
 
 def test_another_start_of_the_same_name_writes_nothing_into_the_runs_record(tmp_path):
