@@ -157,7 +157,7 @@ def test_datatrove_files_give_their_documents(tmp_path):
         assert tokens_of(tmp_path / f"c{name}") == DOCUMENTS
     loss, said = tmp_path / "b" / "x.ds.loss", []
     loss.write_bytes(b"\1\1\0\0" + b"\1" * 11)
-    with pytest.raises(UserError, match=r"x.ds.loss: takes 2 tokens out .* loss=ignore"):
+    with pytest.raises(UserError, match=r"x.ds.loss: takes 2 tokens out .*loss=ignore"):
         bring(tmp_path / "b", tmp_path / "d")
     bring(tmp_path / "b", tmp_path / "d", "loss=ignore", say=said.append)
     assert tokens_of(tmp_path / "d") == DOCUMENTS

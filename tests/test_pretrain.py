@@ -49,6 +49,7 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
     names = {path.name for path in pair.iterdir()}
     assert names - {"ranks.jsonl"} == {  # comes with the first four steps that are looked at
         ".beat",
+        ".launcher",
         ".lock",
         "recipe.yaml",
         "layout.json",

@@ -159,7 +159,7 @@ def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
 
 def test_a_damaged_line_of_the_record_is_a_refusal(run):
     shutil.rmtree(run / "checkpoints")
-    (run / "events.jsonl").write_text('{"kind": "saved"}\nnot json\n')
+    (run / "events.jsonl").write_text('{"kind": "saved", "time": 1.0, "life": 1}\nnot json\n')
     with pytest.raises(UserError, match=r"events\.jsonl line 2"):
         stands(run)
 

@@ -252,7 +252,7 @@ def test_masks_that_fit_no_document_are_refused(root, mask, message):
         ("data.skip.mask=[{source:prose,documents:[1,2],steps:[0,9],tokens:5}]", "is not a range"),
         ("data.skip.mask=[{source:no,documents:[1,2],steps:[0,null]}]", "data.sources does not"),
         ("data.sources.prose.weight=[[1,2]]", "must start at step 0"),
-        ("data.sources.prose.weight=[[0,-2]]", "must be at least 0"),
+        ("data.sources.prose.weight=[[0,-2]]", "must be from 0 to"),
         ("data.sources.prose.weight=[[0,1],[9,0]]", "every weight is 0 from data step 9 on"),
         ("data.sources.prose.weight=[0,1]", r"is not a list of \[data step, weight\]"),
     ],
