@@ -1,6 +1,7 @@
 """What a run must look like whatever its layout: one process, the whole decoder, torch's AdamW and
 clip_grad_norm_, no DeepSpeed. That the decoder itself is right is tested against Transformers
-elsewhere.
+elsewhere. Only for small models: on a CPU torch takes the norm of a weight in fp32 (measured with
+2.13: 160,000 gradients, off by 6e-5), DeepSpeed in fp64.
 """
 
 from __future__ import annotations
