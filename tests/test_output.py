@@ -31,6 +31,18 @@ def test_what_cannot_be_printed_costs_nothing(where):
     assert done.returncode == 7
 
 
+def test_a_pipe_that_never_waits_and_is_full_costs_nothing():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=write, stderr=write, check=False,
+    )  # fmt: skip
+    os.close(write)
+    os.close(read)
+    assert done.returncode == 7
+
+
 def test_what_can_be_printed_is_printed():
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
