@@ -29,6 +29,7 @@ FILE = "environment.json"
 MOST_DIFF_BYTES = 256 << 10
 MOST_UNTRACKED = 200  # files that are named
 MOST_HASHED_BYTES = 16 << 20  # of one file
+GIT_S = 30  # for an answer of git: a start does not wait for a slow shared disk
 # Files that hold secrets by custom; a diff of one is not recorded even where git tracks it.
 SECRET_FILES = (".env*", "*.pem", "*.key", "id_rsa*", "*credentials*", ".netrc")
 # Says when and where conditions began to hold, not what they are.
@@ -78,6 +79,9 @@ def difference(root: Path) -> dict[str, Any] | None:
     """
     secret = [f":(exclude,glob)**/{name}" for name in SECRET_FILES]
     whole = git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color")
+    if whole is None:
+        reason = f"git diff failed, or took more than {GIT_S} s"
+        return {"sha256": None, "bytes": None, "text": None, "reason": reason}
     if not whole:
         return None
     data = git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", "--", ".", *secret)
@@ -143,7 +147,7 @@ def git(root: Path, *arguments: str) -> bytes | None:
     """Output of a git command, or None where there is no git or no repository."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, timeout=30, check=False
+            ["git", "-C", str(root), *arguments], capture_output=True, timeout=GIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -130,7 +130,7 @@ def test_the_recorded_code_is_put_together_again_and_goes_away(repository):
         recorded_code(repository, [gone], print).__enter__()
 
 
-def test_secrets_and_large_changes_are_not_recorded(repository):
+def test_secrets_and_large_changes_are_not_recorded(repository, monkeypatch):
     (repository / ".env").write_text("TOKEN=hidden\n")
     (repository / "code.py").write_text('api_key = "hidden"\n')
     git(repository, "add", "-A")
@@ -144,6 +144,10 @@ def test_secrets_and_large_changes_are_not_recorded(repository):
     inside = repository / "inside"
     inside.mkdir()
     assert environment.code(inside)["commit"] is None  # another's repository
+    monkeypatch.setattr(environment, "GIT_S", 0)
+    silent = environment.difference(repository)  # git does not answer: not "no changes"
+    assert silent["text"] is None
+    assert "more than 0 s" in silent["reason"]
 
 
 def test_conditions_are_appended_where_they_differ(tmp_path):
