@@ -283,6 +283,10 @@ class Row:
     is_identical: bool = False
     problem: str = ""
 
+    @property
+    def is_late(self) -> bool:
+        return self.to_step_s > self.limit_s
+
 
 def suffer(bed: Bed, fault: Fault, straight: dict[str, bytes]) -> Row:
     """One run, one fault."""
@@ -343,6 +347,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         shown = row.problem.splitlines()[0][:100] if row.problem else row.cause or "goes on"
         seconds = f"{row.to_step_s:.1f} | {row.limit_s:.1f}" if row.to_step_s else "- | -"
+        seconds += " LATE" if row.is_late else ""
         same = "yes" if row.is_identical else "NO"
         lines.append(f"| {row.fault.name} | {shown} | {seconds} | {row.lost_steps} | {same} |")
     return lines
@@ -392,7 +397,7 @@ def main(arguments: Sequence[str]) -> int:
             if rows[-1].problem:
                 print(rows[-1].problem, file=sys.stderr, flush=True)
     print("\n".join(["", *table(rows)]))
-    return int(any(row.problem for row in rows))
+    return int(any(row.problem or row.is_late for row in rows))
 
 
 if __name__ == "__main__":

@@ -186,6 +186,8 @@ class Hosts:
             self.cable(number, is_in=True)
             ip("-n", space, "neigh", "flush", "all", "nud", "permanent")
             servers = [self._daemons[number].pid] if number in self._daemons else []
+            for pid in servers:
+                os.kill(pid, signal.SIGCONT)  # the host may have been made to stand still
             for pid in set(self.processes(number)) - set(servers):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
