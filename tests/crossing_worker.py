@@ -113,6 +113,7 @@ def main(out: Path, corpus: Path, folder: Path) -> None:
     if process.launched_rank() == 0:
         out.write_text(json.dumps(seen))
     process.finish()
+    process.leave(0)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,7 @@ def main(out: Path, corpus: Path) -> None:
     if process.launched_rank() == 0:
         out.write_text(json.dumps(cases))
     process.finish()
+    process.leave(0)
 
 
 if __name__ == "__main__":

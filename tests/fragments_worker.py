@@ -23,6 +23,7 @@ from checkpoint import fragments as owned
 from checkpoint.comm import Ranks
 from checkpoint.commit import save
 from checkpoint.restore import load
+from runtime import process
 
 SEQUENCES, MICRO, LENGTH, VOCAB = 12, 2, 10, 61
 SAVED, LAST = 1, 3
@@ -163,7 +164,8 @@ def main(out: Path, root: Path, setups: list[str]) -> None:
         seen |= dict(parameters=parameters, counts=counts)
         out.write_text(json.dumps(seen | {"curves": curves}))
     dist.barrier()
-    dist.destroy_process_group()
+    process.finish()
+    process.leave(0)
 
 
 main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","))

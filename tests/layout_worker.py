@@ -168,6 +168,7 @@ def main(out: Path, corpus: Path, names: str) -> None:
         if process.launched_rank() == 0:
             out.write_text(json.dumps(cases))  # each time: what was seen survives a later failure
     process.finish()
+    process.leave(0)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def main(out: Path, corpus: Path, precision: str) -> None:
     if process.launched_rank() == 0:
         out.write_text(json.dumps(cases))
     process.finish()
+    process.leave(0)
 
 
 def run_case(recipe: Recipe, world: int) -> dict:

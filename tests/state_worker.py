@@ -118,6 +118,7 @@ def main(out: str, cases: str) -> None:
         with open(out, "w") as file:
             json.dump(results, file)
     process.finish()
+    process.leave(0)
 
 
 if __name__ == "__main__":

@@ -281,3 +281,4 @@ def fail_in_a_step(corpus: Path) -> None:
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
     process.finish()
+    process.leave(0)
