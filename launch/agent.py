@@ -32,6 +32,7 @@ from typing import Any
 from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
+from launch.watchdog import Hung
 from recipes.cores import usable
 from recipes.schema import UserError, Watch
 
@@ -65,14 +66,19 @@ class Voice:
 
 
 class Lifeline:
-    """Standard input after the order: `{"stop": signal}`, `{"kill": true}`, blanks, the end."""
+    """Standard input after the order: words for `on`, blanks, the end.
+
+    {"stop": signal}   {"kill": true}   {"look": true}, {"hung": rank} (launch.inquiry)
+    """
 
     def __init__(self, has_pulse: bool):
         self.has_pulse = has_pulse
         self._heard = time.monotonic()
         self.silence_s = SILENCE_S
-        self.on_stop: Callable[[int], None] = lambda number: os._exit(1)
-        self.on_kill: Callable[[], None] = lambda: os._exit(1)
+        self.on: dict[str, Callable[[Any], None]] = {
+            "stop": lambda number: os._exit(1),
+            "kill": lambda _: os._exit(1),
+        }
         threading.Thread(target=self._listen, daemon=True).start()
         if has_pulse:
             threading.Thread(target=self._time, daemon=True).start()
@@ -81,17 +87,14 @@ class Lifeline:
         for line in sys.stdin:
             self._heard = time.monotonic()
             if line.strip():
-                said = json.loads(line)
-                if said.get("kill"):
-                    self.on_kill()
-                else:
-                    self.on_stop(int(said["stop"]))
-        self.on_stop(signal.SIGTERM)
+                for word, content in json.loads(line).items():
+                    self.on[word](content)
+        self.on["stop"](signal.SIGTERM)
 
     def _time(self) -> None:
         while time.monotonic() - self._heard < self.silence_s:
             time.sleep(0.5)
-        self.on_kill()
+        self.on["kill"](True)
 
 
 def main(arguments: list[str]) -> int:
@@ -151,6 +154,9 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     def ended(end: End) -> None:
         voice.say("end", end=dataclasses.asdict(end))
 
+    def suspect(hung: Hung | None) -> None:
+        voice.say("suspect", hung=hung and dataclasses.asdict(hung))
+
     folder = order["run_folder"]
     if not os.access(ROOT / order["words"][0], os.R_OK) and order["words"][0] != "-m":
         raise UserError(f"{ROOT / order['words'][0]} cannot be read on {here['name']}")
@@ -171,8 +177,14 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         ended,
         RunLogs(ROOT / folder if folder else None),
         limits=Watch(**order["limits"]) if order.get("limits") else None,
+        suspect=suspect if lifeline.has_pulse else None,
     )
-    lifeline.on_stop, lifeline.on_kill = ranks.stop, ranks.kill
+    lifeline.on = {
+        "stop": ranks.stop,
+        "kill": lambda _: ranks.kill(),
+        "look": lambda _: ranks.look(),
+        "hung": lambda fields: ranks.condemn(Hung.of(fields)),
+    }
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: ranks.stop(number))
     if lifeline.has_pulse:

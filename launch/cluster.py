@@ -139,13 +139,32 @@ class Work:
     def stop(self, by: int = signal.SIGTERM) -> None:
         """Ask all ranks to end by a signal, with time to save."""
         self._stopped_at = self._stopped_at or time.monotonic()
-        self._tell({"stop": int(by)})
+        self.tell({"stop": int(by)})
 
     def kill(self) -> None:
         """End all at once: the ranks through their agents, then the connections."""
-        self._tell({"kill": True})
+        self.tell({"kill": True})
         self._close_inputs()
         threading.Thread(target=self._cut, daemon=True).start()
+
+    def tell(self, message: Message) -> None:
+        """Say something to all agents. Where no word reaches them (pdsh) it ends them."""
+        self._write((json.dumps(message) + "\n").encode())
+
+    def unheard_s(self) -> dict[int, float]:
+        """How long each host that has not said its last word has been silent; it may be inf."""
+        now = time.monotonic()
+        return {node: now - self._heard.get(node, float("-inf")) for node in self._open}
+
+    def give_up(self, node: int, why: str) -> Message:
+        """Cut a host off; its `lost`."""
+        self._heard.pop(node, None)
+        self._cut_off.add(node)
+        self._open.discard(node)
+        for way, process in self._processes:
+            if way.nodes == (node,):
+                process.kill()
+        return {"node": node, "say": "lost", "why": why, "at": time.time()}
 
     def _start(self, way: Carrier, line: str, root: Path) -> subprocess.Popen:
         process = subprocess.Popen(
@@ -201,15 +220,11 @@ class Work:
         if lost_s is None:
             return
         for node in [n for n, at in self._heard.items() if now - at > lost_s]:
-            del self._heard[node]
-            self._cut_off.add(node)
-            for way, process in self._processes:
-                if way.nodes == (node,):
-                    process.kill()
-            if node in self._open:
-                self._open.discard(node)
-                why = f"nothing was heard of it for {lost_s:.0f} s (cluster.lost_s)"
-                yield {"node": node, "say": "lost", "why": why, "at": time.time()}
+            is_open = node in self._open
+            why = f"nothing was heard of it for {lost_s:.0f} s (cluster.lost_s)"
+            lost = self.give_up(node, why)
+            if is_open:
+                yield lost
 
     def _missing(self, closed: Message) -> Iterator[Message]:
         """`lost` for every host of a closed connection that has not said its last word."""
@@ -222,9 +237,6 @@ class Work:
                 if node not in self._spoke and closed["status"] not in (0, SSH_FAILED):
                     why += "; every host needs the project and its interpreter under the same path"
                 yield {"node": node, "say": "lost", "why": why, "at": time.time()}
-
-    def _tell(self, message: Message) -> None:
-        self._write((json.dumps(message) + "\n").encode())
 
     def _write(self, data: bytes) -> None:
         with self._guard:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from launch import oom
 from launch.outcome import End
-from launch.watchdog import LOOK_S, WAITING_S, Hung, Watchdog
+from launch.watchdog import LOOK_S, Hung, Watchdog
 from recipes.redaction import redact, secret_values
 from recipes.schema import Watch
 
@@ -44,6 +44,9 @@ AGAIN_S = 3.0
 FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
 KEPT_LINES = 200
 LONGEST_LINE = 65_536
+# Where nobody can say which host has the rank that hangs, one whose ranks only wait lets the
+# others speak first; else the launcher says it, and soon (launch.inquiry).
+WAITING_S, VERDICT_S = 3.0, 20.0
 
 # (local rank, "out" or "err", line with its end)
 Show = Callable[[int, str, bytes], None]
@@ -132,6 +135,8 @@ class Ranks:
     """The ranks of this host. `show` gets their output, `ended` each end, both from threads.
 
     `limits` has them watched (`launch.watchdog`) and says how long they get when asked to end.
+    `suspect` tells the launcher of a run on several hosts that silence is heard here (None), and
+    then which rank of this host is the likeliest to hang; its answers are `look` and `condemn`.
     """
 
     def __init__(
@@ -144,16 +149,21 @@ class Ranks:
         logs: RunLogs | None = None,
         keeps_terminal: bool = False,
         limits: Watch | None = None,
+        suspect: Callable[[Hung | None], None] | None = None,
     ):
+        self._suspect = suspect
         self._show, self._ended, self._logs = show, ended, logs or RunLogs(None)
         self._started = time.monotonic()
         self._events = threading.Condition()
         self._asked: int | None = None  # the signal that everything must end by
         self._asked_at = 0.0
         self._grace_s = limits.grace_s if limits else GRACE_S
-        self._hurry = False
+        self._hurry = False  # to signal now
+        self._is_killed = False  # whatever hangs, all end
         self._is_still = False
-        self._hung: Hung | None = None
+        self._hung: Hung | None = None  # on any host
+        self._is_asked = False  # silence is heard on another host
+        self._verdict: Hung | None = None
         # The signal for the stacks may wake a rank that then ends well: it hung all the same.
         self._blaming = threading.Lock()
         self._ends: list[End] = []
@@ -202,7 +212,7 @@ class Ranks:
         if self._asked is None:
             self._asked, self._asked_at = by, now
         elif now - self._asked_at > AGAIN_S:
-            self._hurry = True
+            self._hurry = self._is_killed = True
 
     def suspend(self, is_still: bool) -> None:
         """Let all ranks stand still, or go on. From a signal handler."""
@@ -214,7 +224,15 @@ class Ranks:
     def kill(self) -> None:
         """End every rank at once."""
         self._asked = self._asked or signal.SIGTERM
-        self._hurry = True
+        self._hurry = self._is_killed = True
+
+    def look(self) -> None:
+        """Another host hears silence: say who of this one is the likeliest to hang."""
+        self._is_asked = True
+
+    def condemn(self, hung: Hung) -> None:
+        """This is the rank that hangs, on whichever host."""
+        self._verdict = hung
 
     def wait(self) -> list[End]:
         """Until no rank lives: the ends of all, in the order in which they came."""
@@ -231,7 +249,7 @@ class Ranks:
                     signalled = self._asked
                     self._signal(signalled)
                     kill_at = now + self._patience_s()
-                if self._watch and now >= look_at and not (self._hung or self._is_still):
+                if self._watch and now >= look_at and not self._is_settled():
                     look_at = now + LOOK_S
                     self._look()
                 failed = [end for end in self._ends if end.status != 0]
@@ -249,6 +267,10 @@ class Ranks:
                 self._watch.close()
         return self._ends
 
+    def _is_settled(self) -> bool:
+        """Whether silence says nothing new."""
+        return self._hung is not None or self._is_still or self._is_killed
+
     def _patience_s(self) -> float:
         """How long ranks may take to end when they are asked to."""
         if self._watch and all(self._watch.last(n).phase in BEFORE for n in self._numbers):
@@ -262,18 +284,34 @@ class Ranks:
             for local, process in enumerate(self._processes)
             if process.poll() is None
         }
-        hung = self._watch.look(list(living))
-        if hung is None:
+        is_silent = self._watch.look(list(living)) is not None
+        if not living or not (is_silent or self._is_asked):
             return
         with self._blaming:
-            hung, stacks = self._watch.blame(hung, living)
+            if self._suspect and not self._is_asked:
+                self._suspect(None)
+            own, stacks = self._watch.blame(living)
+            self._hung = self._judged(own)
             for rank, text in stacks.items():
-                said = f"== rank {hung.rank} {hung}; the stacks of this rank:\n{text.rstrip()}\n"
+                who = f"rank {self._hung.rank} {self._hung}" if self._hung else "asked to end"
+                said = f"== {who}; the stacks of this rank:\n{text.rstrip()}\n"
                 self._logs.write(log_name(rank), said.encode())
-            if hung.only_waits and not self._is_all:
-                time.sleep(WAITING_S)
-            self._hung = hung
         self._signal(signal.SIGKILL)
+
+    def _judged(self, own: Hung) -> Hung | None:
+        """The rank that hangs, of all hosts; None where another reason came to end all at once."""
+        if self._is_all:
+            return own
+        if self._suspect is None:
+            time.sleep(WAITING_S if own.only_waits else 0)
+            return own
+        self._suspect(own)
+        deadline = time.monotonic() + VERDICT_S
+        while self._verdict is None and time.monotonic() < deadline:
+            if self._is_killed:
+                return None
+            time.sleep(0.05)
+        return self._verdict or own
 
     def _signal(self, number: int) -> None:
         for local, process in enumerate(self._processes):

@@ -22,6 +22,7 @@ from typing import Any
 
 from launch import agent, network
 from launch.cluster import Cluster
+from launch.inquiry import Inquiry
 from launch.outcome import End, first_failure
 from launch.preflight import Plan
 from launch.ranks import AGAIN_S, Ranks, RunLogs, patience_s
@@ -134,7 +135,7 @@ def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, aske
     kill_at: float | None = None
     work = cluster.give(order)
     asked.then(work.stop, work.kill)
-    for message in work.messages(order["lost_s"]):
+    for message in Inquiry(work).during(work.messages(order["lost_s"])):
         if kill_at is not None and time.monotonic() > kill_at:
             work.kill()
             kill_at = float("inf")

@@ -1,7 +1,8 @@
 """Hears when a rank of this host falls silent, finds out which one hangs and where.
 
     beats (runtime.heartbeat) -> look() -> silent beyond its phase's limit
-      -> stacks of all ranks (SIGUSR2) -> Hung: the rank to blame -> the owner kills all at once
+      -> stacks of all ranks (SIGUSR2) -> Hung: the rank of this host to blame
+      -> launch.inquiry: the one of all hosts -> the owner kills all at once
 
 The one rule: silence is counted on this process's own clock, and only while this process itself
 runs. So neither a suspended laptop, nor a stopped process group, nor another clock is a hang.
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from recipes.schema import Watch
 
@@ -36,8 +38,6 @@ MOST_GAP_S = 5.0
 FIRST_STEPS = 3
 MEMORY = 65  # durations that the median is taken of
 DUMP_S = 3.0  # what a rank has to write its stacks
-# A host whose ranks only wait lets the host of the one that hangs speak first.
-WAITING_S = 3.0
 WAITS_IN = re.compile(r"torch/distributed/|deepspeed/comm/|checkpoint/comm\.py|runtime/meeting\.py")
 FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most so deep
@@ -56,7 +56,8 @@ class Beat:
 @dataclass(frozen=True)
 class Hung:
     """A rank that hangs. `why` says what it does, `stack` has its innermost frames; `only_waits` =
-    so do all ranks of this host: they wait for one on another."""
+    so do all ranks of this host: they wait for one on another. Of several the one with the least
+    `order` is to blame."""
 
     rank: int
     beat: Beat
@@ -65,14 +66,21 @@ class Hung:
     why: str = ""
     stack: tuple[str, ...] = ()
     only_waits: bool = False
+    order: tuple = ()
 
     def __str__(self) -> str:
         step = f" of step {self.beat.step}" if self.beat.step else ""
         why = f"; {self.why}" if self.why else ""
-        return (
-            f"hung in phase {self.beat.phase}{step}: silent for {self.silent_s:.0f} s"
-            f" (limit {self.limit_s:.0f} s){why}"
-        )
+        is_late = 0 < self.limit_s < self.silent_s
+        limit = f"limit {self.limit_s:.0f} s" if is_late else "others waited beyond their limit"
+        said = f"hung in phase {self.beat.phase}{step}: silent for {self.silent_s:.0f} s"
+        return f"{said} ({limit}){why}"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Hung:
+        """As it came over a connection, from `dataclasses.asdict`."""
+        tuples = {name: tuple(fields[name]) for name in ("stack", "order")}
+        return cls(**{**fields, **tuples, "beat": Beat(**fields["beat"])})
 
 
 @dataclass
@@ -147,23 +155,25 @@ class Watchdog:
         """What a rank said last, also after its end."""
         return read_beat(self._path(rank, "beat")) or self.heard[rank].beat
 
-    def blame(self, hung: Hung, processes: Mapping[int, int]) -> tuple[Hung, dict[int, str]]:
+    def blame(self, processes: Mapping[int, int]) -> tuple[Hung, dict[int, str]]:
         """Which of the ranks (rank -> process) hangs, and the stacks of all of them, by rank.
 
         A rank that waits for others is not it: when one hangs all fall silent.
         """
         stacks = self._dump(processes)
         states = {rank: state_of(pid) for rank, pid in processes.items()}
-        first = min(processes, key=lambda rank: self._guilt(rank, stacks, states))
+        orders = {rank: self._order(rank, stacks[rank], states[rank]) for rank in processes}
+        first = min(processes, key=orders.__getitem__)
         heard = self.heard[first]
         chosen = Hung(
             first,
             heard.beat,
             heard.silent_s,
-            heard.limit_s(self.limits) or hung.limit_s,
+            heard.limit_s(self.limits),
             why_of(stacks[first], states[first]),
             frames_of(stacks[first])[:SHOWN_FRAMES],
             waits(stacks[first]),
+            orders[first],
         )
         for rank, pid in processes.items():
             stacks[rank] = stacks[rank] or f"{no_stack(states[rank])}\n{spied(pid)}"
@@ -173,11 +183,11 @@ class Watchdog:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _guilt(self, rank: int, stacks: Mapping[int, str], states: Mapping[int, str]) -> tuple:
+    def _order(self, rank: int, stacks: str, state: str) -> tuple:
         """Less = more likely the one that hangs."""
         beat = self.heard[rank].beat
         order = (beat.phase != "start", beat.step, -self.heard[rank].silent_s)
-        return (states[rank] != "T", bool(stacks[rank]), waits(stacks[rank]), *order)
+        return (state != "T", bool(stacks), waits(stacks), *order)
 
     def _dump(self, processes: Mapping[int, int]) -> dict[int, str]:
         """The stacks that each rank writes when it is asked; an empty text where it does not."""

@@ -1,8 +1,9 @@
-"""A rank without torch that beats and then hangs: `hang_worker.py PHASE HOW`, on rank 1 alone.
+"""A rank without torch that beats and then hangs: `hang_worker.py PHASE HOW [OTHERS]`, on rank 1.
 
 HOW: stop (SIGSTOP), spin (`while True`), read (a pipe nobody writes to), lock (a lock nobody gives
-back), gil (in C, with the interpreter's lock held), never = it goes on and ends. The other ranks
-wait in a function of a file that looks like a collective's.
+back), gil (in C, with the interpreter's lock held), freeze (the agent stands still too), never = it
+goes on and ends. The other ranks wait, in phase OTHERS, in a function of a file that looks like a
+collective's.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from runtime.heartbeat import HEART
 
 
 def main() -> None:
-    phase, how = sys.argv[1:]
+    phase, how, *others = sys.argv[1:]
+    if others and os.environ["RANK"] != "1":
+        [phase] = others
+    if "MARK" in os.environ:
+        Path(os.environ["MARK"]).touch()  # the run's folder has come: logs may be written
     HEART.begin()
     if phase != "start":
         HEART.beat("load")
     if phase not in ("start", "load"):
         for step in range(1, 8):
             HEART.beat("step", step, parts=2)
-            time.sleep(0.02)
+            # The first one long enough to be seen: steps that nobody saw begin do not count.
+            time.sleep(0.7 if step == 1 else 0.02)
         HEART.beat(phase)
     if os.environ["RANK"] == "1":
         HANGS[how]()
@@ -62,6 +69,19 @@ def gil() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
-HANGS = {"stop": stop, "spin": spin, "read": read, "lock": lock, "gil": gil, "never": lambda: None}
+def freeze() -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    stop()
+
+
+HANGS = {
+    "stop": stop,
+    "spin": spin,
+    "read": read,
+    "lock": lock,
+    "gil": gil,
+    "freeze": freeze,
+    "never": lambda: None,
+}
 
 main()
