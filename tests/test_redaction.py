@@ -65,7 +65,10 @@ def test_what_is_no_secret_stays(line):
     assert redact(line) == line
 
 
-@pytest.mark.parametrize("piece", ["a", "a.", "0a", "a-", "a=", 'a="', "://", "eyJ-", "token=", "https://hooks.", "curl a -u a:"])
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "a.", "0a", "a-", "a=", 'a="', "://", "eyJ-", "token=", "https://hooks.", "curl a -u a:"],
+)
 def test_long_words_take_no_time_worth_mentioning(piece):
     """With backtracking, or a recursion, these would take minutes, or end the run."""
     text = piece * (40_000 // len(piece))
