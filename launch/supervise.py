@@ -131,7 +131,8 @@ def supervise(
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         text = f"{verdict.why}; going on from {whence}{when}"
         say(f"{text} (Ctrl-C ends the run)")
-        tell("restart", text)
+        if life.cause not in ("rewound", "refused"):  # told by the life itself, or soon over
+            tell("restart", text)
         status = rest(verdict.wait_s, asked, book)
         if status is not None:
             return status
