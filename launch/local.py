@@ -200,7 +200,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     book = Book(ROOT / "runs" / recipe.run, job)
     forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
-    with start.signals() as asked:
+    with start.signals() as asked, alerts_of(recipe, book) as tell:
         fleet = Fleet(
             place.cluster,
             list(place.spares),
@@ -211,6 +211,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
             lambda hosts: check(words, per_host * hosts, is_running=True),
             say,
+            tell=tell,
         )
 
         def mend(life: Life | None, lived: Lived | None) -> Start:
@@ -236,7 +237,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, say,
             book.note,
         )  # fmt: skip
-        with watch, alerts_of(recipe, book) as tell:
+        with watch:
             return supervise(
                 mend, book, budget, asked,
                 lambda why: keep(book, why, fleet.facts, os.environ),

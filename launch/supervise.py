@@ -116,7 +116,7 @@ def supervise(
             lived = not_started(error)
         status = screen.finish(lived.ends, asked.first)
         book.attend()
-        await_record(book, asked, patience_s)
+        await_record(book, asked, patience_s, tell)
         life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun
         verdict = budget.judge(life)
@@ -145,13 +145,17 @@ def not_started(error: OSError | UserError) -> Lived:
     return Lived([End(rank=0, status=FAILED, after_s=0.0, last=last)], now, now, 0.0)
 
 
-def await_record(book: Book, asked: Asked, patience_s: float) -> None:
+def await_record(
+    book: Book, asked: Asked, patience_s: float, tell: Callable[[str, str], None]
+) -> None:
     """Wait until what happened can be put on record: a full disk is emptied by somebody, a file
     system comes back; the lives that it would cost are worth more. A signal breaks it off."""
     until, told = time.monotonic() + patience_s, None
     while asked.first is None and time.monotonic() < until and (trouble := book.trouble()):
         if trouble != told:
-            say(f"{trouble}; waiting up to {patience_s:.0f} s for that to change (restart.wait_s)")
+            text = f"{trouble}; waiting up to {patience_s:.0f} s for that to change"
+            say(f"{text} (restart.wait_s)")
+            tell("waiting", text)
             told = trouble
         time.sleep(LOOK_S)
 

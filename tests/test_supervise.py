@@ -165,7 +165,10 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Book, "trouble", trouble)
         patch.setattr(supervise_module, "LOOK_S", 0.01)
-        status, folder = live_through(tmp_path, [[4, 3, "kill"], [9, 9, 0]], at_life=at_life)
+        plan, alerts = [[4, 3, "kill"], [9, 9, 0]], []
+        hear = lambda kind, text: alerts.append(kind)  # noqa: E731
+        status, folder = live_through(tmp_path, plan, at_life=at_life, tell=hear)
+    assert alerts == ["waiting", "restart", "restart"]
     assert status == 0
     causes = [cause for (cause,) in lines_of(folder, "cause")]
     assert causes == ["killed", "failed", "finished"]
