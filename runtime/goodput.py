@@ -263,6 +263,6 @@ def advice(
 
 def interval_of(folder: Path) -> int:
     """Steps between the saves of a run, as its recipe has it; 0 = none, or no number."""
-    text = (folder / "recipe.yaml").read_text()
+    text = (folder / "recipe.yaml").read_text(errors="replace")
     found = re.search(r"^checkpoint:\n(?: .*\n)*?  interval: (\d+)$", text, re.M)
     return int(found[1]) if found else 0

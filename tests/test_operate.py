@@ -233,10 +233,8 @@ def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, verb, line, na
     over(folder, "killed")
     with open(folder / name, "ab") as file:
         file.write(line + b"\n")
-    status = operate.main([verb, "mine"])
-    if status:
-        assert (status, f"{name} " in capsys.readouterr().err) == (93, True)
-    assert status or (verb in ("status", "events") and name == "metrics.jsonl")
+    assert operate.main([verb, "mine"]) == 0
+    assert f"warning: {name}: a line is damaged and left out" in capsys.readouterr().out
 
 
 def test_a_run_of_another_host_lives_by_its_sign(folder):
