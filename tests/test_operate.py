@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -224,6 +225,15 @@ def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, 
     out = said(capsys, "stop", "mine")
     launcher.join()
     assert out.endswith("stopped between two lives\n")
+
+
+def test_goodput_tells_where_the_time_of_a_run_without_a_step_went(folder, capsys):
+    (folder / "metrics.jsonl").unlink()
+    over(folder, "failed", last_step=0)
+    out = said(capsys, "goodput", "mine")
+    assert re.search(r"start +3\.0 ", out)
+    assert re.search(r"detect +1\.0 ", out)
+    assert "no step is on record yet: nothing to compute an interval from" in out
 
 
 @pytest.mark.parametrize("verb", ["status", "events", "goodput"])
