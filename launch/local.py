@@ -31,6 +31,7 @@ if __name__ == "__main__":  # what follows takes a second to import
     requests.REQUESTS.listen(is_importing=True)
 
 from data.schedule import schedule_of
+from data.sources import corpus_problems
 from data.stream import open_stream
 from launch import network, start
 from launch.budget import Budget, Life
@@ -307,9 +308,12 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words, ds_problems).recipe
-    schedule = schedule_of(recipe)
-    settled = settle(recipe, ranks, schedule)
+    recipe = compose_command(words, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
+    try:
+        schedule = schedule_of(recipe)
+        settled = settle(recipe, ranks, schedule)
+    except UserError as error:
+        raise UserError(*error.problems, *corpus_problems(recipe.data, ROOT)) from None
     confirm(settled.config)
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)

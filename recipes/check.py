@@ -21,6 +21,7 @@ from recipes.schema import (
     FP16,
     MANY,
     STAGE_0,
+    Data,
     Recipe,
     UserError,
     as_float,
@@ -69,6 +70,12 @@ def to_recipe(
         for knobs, rule in WARNINGS
         if (line := rule(*(known[knob] for knob in knobs))) is not None
     ]
+
+
+def read_data(values: Any) -> Data | None:
+    """What a recipe's `data` says, by itself; None where it is not legal."""
+    found = _Reader({}, [], {}).read_class(Data, values, "data")
+    return None if found is BAD else found
 
 
 def knob_names(cls: type = Recipe, prefix: str = "") -> dict[str, dataclasses.Field]:

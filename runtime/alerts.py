@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +26,17 @@ from recipes.schema import Alerts as Knobs
 
 # What a program needs to start; nothing that could be a key.
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE")
+# Stands between the run and the command: leads its session, and ends all of it where this process
+# is killed. To ask the kernel for that between fork and exec is no way for a process with threads.
+GUARD = """
+import ctypes, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+status = subprocess.call(sys.argv[2:])
+os._exit(status if status >= 0 else 128 - status)
+"""
 MOST_WAITING = 32
 LONGEST_TEXT = 2000
 
@@ -110,14 +123,16 @@ def tell(
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
     environment |= {"ALERT_RUN": run, "ALERT_KIND": kind, "ALERT_TEXT": text}
     lines = [text, "", *(f"{name}: {value}" for name, value in facts.items())]
+    if shutil.which(knobs.command[0], path=environment.get("PATH", os.defpath)) is None:
+        return f"{knobs.command[0]}: No such file, or not one that may be executed"
     try:
         process = subprocess.Popen(
-            list(knobs.command),
+            [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *knobs.command],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that its own children end with it
+            start_new_session=True,  # so that its children end with it
         )
     except (OSError, ValueError) as error:
         return f"{knobs.command[0]}: {error}"

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.lineage import lineage_of
-from recipes.schema import UserError
 from runtime import forecast
 from runtime.console import duration
 from runtime.lives import unix_s
@@ -204,10 +203,8 @@ def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def costs_of(lives: Sequence[Life]) -> forecast.Costs:
-    """What a step, a save and a failure cost this run. Raises UserError where it shows none."""
+    """What a step, a save and a failure cost this run, which has a step on record."""
     usual_s = usual_step_s(lives)
-    if usual_s <= 0:
-        raise UserError("no step is on record yet: nothing to compute an interval from")
     after_failure = [life for before, life in itertools.pairwise(lives) if before.is_failure]
     detects = [life.seconds.get("detect", 0.0) for life in lives if life.is_failure]
     restarts = [
@@ -247,7 +244,7 @@ def advice(
 ) -> tuple[str, list[list[str]]]:
     """What the interval between saves should be: one line, and rows of a table.
 
-    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own. Raises UserError.
+    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
     """
     total = account(lives)
     failures = sum(life.is_failure for life in lives)
@@ -257,6 +254,8 @@ def advice(
         if not failures:
             return "no failure yet; MTBF=hours computes the best checkpoint.interval for it", []
         mtbf_s, whence = ran_s / failures, f"measured: {failures} in {duration(ran_s)}"
+    if usual_step_s(lives) <= 0:
+        return "no step is on record yet: nothing to compute an interval from", []
     costs = costs_of(lives)
     best = forecast.best_interval(costs, mtbf_s)
     rows = [["checkpoint.interval", "saves every", "goodput", "simulated", ""]]
@@ -280,6 +279,6 @@ def advice(
 
 def interval_of(folder: Path) -> int:
     """Steps between the saves of a run, as its recipe has it; 0 = none, or no number."""
-    text = (folder / "recipe.yaml").read_text()
+    text = (folder / "recipe.yaml").read_text(errors="replace")
     found = re.search(r"^checkpoint:\n(?: .*\n)*?  interval: (\d+)$", text, re.M)
     return int(found[1]) if found else 0

@@ -225,6 +225,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
     [
         ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
+        ([[4, 3, 130], [9, 9, 0]], 3, 130, ["stopped"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
         ([[4, 3, "oom"], [4, 0, "oom"], [9, 9, 0]], 3, 93, 2 * ["out_of_memory"]),
