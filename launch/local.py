@@ -12,13 +12,16 @@ run's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +82,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
+            hang_up_with_parent()
         if place is None:
             return start_here(words, ranks or 1, options.once)
         status = start_across(words, place, ranks, options.once)
@@ -277,6 +281,23 @@ def end_with_parent() -> None:
     """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def hang_up_with_parent() -> None:
+    """Get SIGHUP when the terminal goes, also where make leads its session (`ssh -t HOST make ...`,
+    `tmux new make ...`): a shell would pass it on, make only waits."""
+    if os.getsid(0) != os.getppid():
+        return
+    with contextlib.suppress(OSError):  # no terminal
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+
+        def wait() -> None:
+            hang_up = select.poll()
+            hang_up.register(terminal, 0)
+            hang_up.poll()
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 @dataclass(frozen=True)
