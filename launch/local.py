@@ -50,6 +50,7 @@ from launch.start import Asked, Lived
 from launch.supervise import Start, supervise
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose_command
+from recipes.cores import allow_open_files
 from recipes.exits import FAILED
 from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
     keep_to_owner()
+    allow_open_files()
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
