@@ -268,7 +268,7 @@ def main(arguments: list[str]) -> int:
         state = RunWeights(run, options.step).state
         step = state["step"]
         out = options.out or run / "export" / f"step-{step:08d}-{options.dtype}"
-        tokenizer = options.tokenizer or find_tokenizer(state)
+        tokenizer = find_tokenizer(state, options.tokenizer)
         facts = export(
             run,
             out,

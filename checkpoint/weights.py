@@ -126,8 +126,9 @@ def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def find_tokenizer(state: dict[str, Any]) -> Path | None:
-    """The tokenizer folder that the recipe's data names: its own, or that of its first corpus.
+def find_tokenizer(state: dict[str, Any], named: Path | None = None) -> Path | None:
+    """The tokenizer folder that is `named`, or that the recipe's data names: its own, or that of
+    its first corpus.
 
     Raises UserError where all that are there are others than the run was trained with.
     """
@@ -135,16 +136,17 @@ def find_tokenizer(state: dict[str, Any]) -> Path | None:
     folders = [Path(one["corpus"]) / "tokenizer" for one in data.get("sources", {}).values()]
     if data.get("tokenizer"):
         folders = [Path(data["tokenizer"])]
+    folders = [named] if named else folders
     there = [folder for folder in folders if folder.is_dir()]
     known = state.get("data", {}).get("tokenizer")
     if not there or known is None:
-        return there[0] if there else None
+        return there[0] if there else named
     for folder in there:
         if load_tokenizer(folder).fingerprint().startswith(known):
             return folder
     raise UserError(
         f"{there[0]}: is not the tokenizer that the run was trained with (fingerprint {known}):"
-        " the corpus was built anew; put the old one back, or name it: make export TOKENIZER=..."
+        " name that one: make export TOKENIZER=..., or put it back where the corpus was built anew"
     )
 
 

@@ -33,7 +33,7 @@ from launch import facts, network
 from launch.outcome import End
 from launch.ranks import Ranks, RunLogs, rank_variables
 from launch.watchdog import Hung
-from recipes.cores import usable
+from recipes.cores import allow_open_files, usable
 from recipes.schema import UserError, Watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +103,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--node", required=True, help="number of this host, or: slurm")
     parser.add_argument("--order", help="the order in base64, where standard input cannot carry it")
     options = parser.parse_args(arguments)
+    allow_open_files()
     node = int(os.environ["SLURM_NODEID"] if options.node == "slurm" else options.node)
     text = base64.b64decode(options.order).decode() if options.order else sys.stdin.readline()
     if not text.strip():

@@ -17,9 +17,11 @@ import ctypes
 import functools
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +51,7 @@ from launch.start import Asked, Lived
 from launch.supervise import Start, supervise
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose_command
+from recipes.cores import allow_open_files
 from recipes.exits import FAILED
 from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
@@ -73,6 +76,7 @@ def main(arguments: list[str]) -> int:
     """Entry of `python -m launch.local --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
     keep_to_owner()
+    allow_open_files()
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
@@ -82,6 +86,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
+            hang_up_with_parent()
         if place is None:
             return start_here(words, ranks or 1, options.once)
         status = start_across(words, place, ranks, options.once)
@@ -296,6 +301,23 @@ def end_with_parent() -> None:
     """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def hang_up_with_parent() -> None:
+    """Get SIGHUP when the terminal goes, also where make leads its session (`ssh -t HOST make ...`,
+    `tmux new make ...`): a shell would pass it on, make only waits."""
+    if os.getsid(0) != os.getppid():
+        return
+    with contextlib.suppress(OSError):  # no terminal
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+
+        def wait() -> None:
+            hang_up = select.poll()
+            hang_up.register(terminal, 0)
+            hang_up.poll()
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,20 @@ def parameters_of(model: Model, layout: Layout, place: Coordinates) -> int:
     return total
 
 
+def parameters_per_stage(model: Model, layout: Layout) -> list[int]:
+    """Of the rank that holds most, in each pipeline stage."""
+    return [
+        max(
+            parameters_of(model, layout, Coordinates(stage, 0, 0, index))
+            for index in range(layout.tensor)
+        )
+        for stage in range(layout.pipeline)
+    ]
+
+
 def most_parameters(model: Model, layout: Layout) -> int:
     """Of the rank that holds most."""
-    return max(
-        parameters_of(model, layout, Coordinates(stage, 0, 0, index))
-        for stage in range(layout.pipeline)
-        for index in range(layout.tensor)
-    )
+    return max(parameters_per_stage(model, layout))
 
 
 def places(layout: Layout) -> list[list[int]]:

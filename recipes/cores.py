@@ -1,4 +1,5 @@
-"""How many cores this process may use: those it is bound to, and the quota of its control groups.
+"""How many cores this process may use: those it is bound to, and the quota of its control groups;
+and how many files it may have open.
 
 A container of two cores on a machine of 64 sees 64 of them, and a thread for each would be slowed
 down by the kernel. The one rule: the smallest limit on the way up counts. Imports no torch.
@@ -9,10 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+OPEN_FILES = 2**16
+
+
+def allow_open_files() -> None:
+    """Use what this process, and those it starts, may be allowed. The usual 1,024 are not enough:
+    gloo holds a socket to every other rank in each group that spans all of them, and there are
+    three; the launcher has three pipes to each host."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox that allows no change
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def usable(root: Path = ROOT) -> int:

@@ -20,7 +20,7 @@ from data.schedule import Schedule, schedule_of
 from data.sources import drawn
 from data.stream import open_stream
 from model.cost import flops_per_token
-from parallel.layout import most_parameters
+from parallel.layout import parameters_per_stage
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe, UserError, read_ranks
@@ -106,10 +106,12 @@ def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
     """Bytes of training state per parameter of one rank's share, and in all."""
     layout, engine = settled.layout, settled.engine
     parts = of_layout(recipe, layout, engine)
-    share = most_parameters(recipe.model, layout)
+    per_stage = parameters_per_stage(recipe.model, layout)
+    share = max(per_stage)
     return {
         "bytes_per_parameter": parts,
         "parameters_of_rank": share,
+        "parameters_per_stage": per_stage,
         "on_host": list(ON_HOST) if engine.is_offloaded else [],
         "gib": {name: value * share / GIB for name, value in parts.items()},
         # What a save beside training copies, in host memory.
@@ -179,7 +181,7 @@ def text(shown: dict[str, Any]) -> str:
         "where each key comes from",
         table([[key, value, shown["ds_origins"][key]] for key, value in keys]),
         "",
-        "training state per rank, without activations and buckets",
+        "training state per rank, without activations and buckets (make dryrun RANK= adds them)",
         _state(state_),
     ]
     return "\n".join([*lines, *(f"\nwarning: {line}" for line in shown["warnings"])])
@@ -199,6 +201,10 @@ def _state(state_: dict[str, Any]) -> str:
     rows.append(["sum", f"{sum(parts.values()):.4g}", f"{sum(gib.values()):.3f} GiB", ""])
     share = f"x {scaled(state_['parameters_of_rank'])} parameters"
     shown = table([["", "bytes per parameter", share, ""], *rows])
+    if len(state_["parameters_per_stage"]) > 1:
+        per_gib = sum(parts.values()) / GIB
+        stages = [f"{size * per_gib:.3f}" for size in state_["parameters_per_stage"]]
+        shown += f"\n  that is the fullest pipeline stage; GiB of each: {' '.join(stages)}"
     if state_["copy_gib"]:
         shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
     return shown

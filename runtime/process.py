@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from recipes.cores import usable
+from recipes.cores import allow_open_files, usable
 from recipes.redaction import redact, secret_values
 from recipes.schema import Cluster, Shared, UserError
 from runtime import builds, meeting
@@ -89,6 +89,7 @@ def start(cluster: Cluster) -> Process:
     device = choose_device(cluster, local_rank, local_world)
     die_with_launcher()
     keep_to_owner()
+    allow_open_files()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -93,11 +93,14 @@ def ended(state: State) -> list[str]:
     if not state.events:
         return [f"{name} does not run and has no record of a life", *next_command(state)]
     last = ends[-1] if ends else state.events[-1]
-    ago = duration(max(0.0, state.now_s - unix_s(last)))
-    how = line_of(last) if ends and not is_open(state) else "its last life left no word"
+    how = line_of(last) if ends and not is_open(state) else None
     if state.events[-1]["kind"] in ENDINGS:
         last = state.events[-1]
         how = line_of(last)
+    # Without a last word the newest sign of life counts.
+    signs = [unix_s(state.events[-1]), state.line_s or 0.0, state.seen.get("unix_s", 0.0)]
+    ago = duration(max(0.0, state.now_s - (unix_s(last) if how else max(signs))))
+    how = how or "its last life left no word"
     lines = [f"{name} does not run; it ended {ago} ago", f"  {how}"]
     reasons = [event for event in state.events if event.get("reason") and not is_end(event)]
     if reasons and reasons[-1]["life"] == last["life"]:

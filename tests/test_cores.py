@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from recipes.cores import usable
+from recipes.cores import OPEN_FILES, allow_open_files, usable
 
 
 def write(path: Path, text: str) -> None:
@@ -37,3 +38,21 @@ def test_the_smallest_limit_counts(tmp_path, monkeypatch, group, files, cores):
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, text)
     assert usable(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        ((1024, 4096), 4096),
+        ((1024, 2**20), OPEN_FILES),
+        ((1024, resource.RLIM_INFINITY), OPEN_FILES),
+        ((2**18, 2**20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_the_soft_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, limits, wanted):
+    made = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: made.append(pair))
+    allow_open_files()
+    assert made == ([] if wanted is None else [(wanted, limits[1])])

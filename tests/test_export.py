@@ -240,6 +240,9 @@ def test_a_tokenizer_that_the_run_was_not_trained_with_is_refused(tmp_path):
     assert find_tokenizer(state) == tmp_path / "b" / "tokenizer"
     state["data"] = {"tokenizer": one.fingerprint()[:16]}
     assert find_tokenizer(state) == tmp_path / "a" / "tokenizer"
+    assert find_tokenizer(state, tmp_path / "a" / "tokenizer") == tmp_path / "a" / "tokenizer"
+    with pytest.raises(UserError, match="not the tokenizer that the run was trained with"):
+        find_tokenizer(state, tmp_path / "b" / "tokenizer")
     del sources["a"]
     with pytest.raises(UserError, match="not the tokenizer that the run was trained with"):
         find_tokenizer(state)

@@ -6,6 +6,8 @@ import json
 import os
 import pty
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -368,17 +370,20 @@ def test_a_file_where_runs_should_be_is_refused(clone, warm):
 
 
 def test_a_terminal_that_is_closed_preempts_the_run_with_a_save(clone):
-    """SIGHUP comes, and what the rank and the launcher print from then on is an error."""
+    """SIGHUP comes to make alone, as under `ssh -t`, which only waits; and what the rank and the
+    launcher print from then on is an error."""
     words = ["run=closed", "steps=100000", "checkpoint.interval=50000", "log.tensorboard=false"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(clone)
-        command = [sys.executable, "-m", "launch.local", "--", *SMALL, *words]
-        os.execve(sys.executable, command, environment(PYTHONPATH=str(clone)))
+        given = {"PYTHON": sys.executable, "OVERRIDES": shlex.join([*SMALL[1:], *words])}
+        command = ["make", "pretrain", *(f"{name}={value}" for name, value in given.items())]
+        os.execvpe("make", command, environment())
     shown = b""
     while b" tokens/s" not in shown:
         shown += os.read(terminal, 100_000)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == REQUEUE
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGHUP
     [life] = read_events(clone / "runs" / "closed", "life")
-    assert (life["cause"], life["saved_step"]) == ("preempted", life["last_step"])
+    assert (life["cause"], life["status"]) == ("preempted", REQUEUE)
+    assert life["saved_step"] == life["last_step"]

@@ -62,6 +62,11 @@ def test_state_bytes_are_those_of_the_layout():
     # The fullest of 8 stages has 11 of the 80 blocks; their matrices are cut over 8 tensor ranks.
     norms, matrices = 2 * 8192, 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     assert cut["parameters_of_rank"] == 11 * (matrices / 8 + norms)
+    large = show.collect("tiny", ["model.vocab_size=131072", "parallel.pipeline=4"], 4)
+    first, *middle, last = large["state"]["parameters_per_stage"]
+    assert first > 131072 * 256
+    assert last == large["state"]["parameters_of_rank"] > 10 * max(middle)
+    assert "the fullest pipeline stage; GiB of each: " in show.text(large)
 
 
 def test_the_largest_recipe_cuts_along_three_axes():
