@@ -13,6 +13,7 @@ at once (143 for SIGTERM). Imports torch only to send. Units: seconds.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -171,7 +172,8 @@ def read_request(run_folder: Path) -> dict[str, Any] | None:
 
 def forget(run_folder: Path) -> None:
     """Take a request away."""
-    (run_folder / REQUEST).unlink(missing_ok=True)
+    with contextlib.suppress(IsADirectoryError):  # a folder asks for nothing
+        (run_folder / REQUEST).unlink(missing_ok=True)
 
 
 REQUESTS = Requests()
