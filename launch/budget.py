@@ -126,6 +126,8 @@ def describe(life: Life) -> str:
     where = f" of {life.host}" if life.host else ""
     if life.cause == "lost_host":
         return f"host {life.host or '?'} was lost"
+    if life.rank is None and life.cause == "killed":
+        return "all hosts ended their ranks, because they no longer heard this launcher"
     if life.rank is None:
         return life.cause.replace("_", " ")
     what = {"hung": "hung", "out_of_memory": "ran out of memory"}.get(life.cause)

@@ -5,7 +5,8 @@
 
 The one rule: nobody is blamed before everybody has been heard. When one rank hangs all fall silent,
 each with a limit of its own, so who hears it first says nothing. A host that does not answer while
-all others only wait is the one: it is lost. Units: seconds.
+all others only wait is the one: it is lost. Where a rank or a host has failed meanwhile, that is
+what those wait for, and none of them hangs. Units: seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Inquiry:
         self._work = work
         self._suspects: dict[int, Hung] = {}  # host -> its likeliest
         self._asked_at: float | None = None
+        self._has_failed = False  # a rank or a host, by itself
         self._is_over = False
 
     def during(self, messages: Iterable[Message | None]) -> Iterator[Message | None]:
@@ -36,6 +38,7 @@ class Inquiry:
             if message and message["say"] == "suspect":
                 self._hear(message)
             else:
+                self._has_failed = self._has_failed or has_failed(message)
                 yield message
             if self._asked_at is not None and not self._is_over:
                 yield from self._judge(time.monotonic() - self._asked_at)
@@ -55,6 +58,8 @@ class Inquiry:
             return
         self._is_over = True
         first = min(self._suspects.values(), key=lambda hung: hung.order)
+        if first.only_waits and self._has_failed:
+            return  # for what has failed, which ends all the others
         mute = [node for node in missing if unheard_s[node] >= passed_s] if first.only_waits else []
         for node in mute:
             yield self._work.give_up(node, "the ranks of all others wait, and it does not answer")
@@ -62,3 +67,10 @@ class Inquiry:
             self._work.kill()
         else:
             self._work.tell({"hung": asdict(first)})
+
+
+def has_failed(message: Message | None) -> bool:
+    """Whether a message tells of a rank or a host that ended, and not because it was asked to."""
+    if message is None or message["say"] != "end":
+        return message is not None and message["say"] in ("lost", "problem")
+    return message["end"]["status"] != 0 and not message["end"]["was_stopped"]

@@ -130,7 +130,8 @@ def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
     if stopped_by is not None:
         return "stopped"
     if first is None:
-        return "failed"
+        # Their hosts ended them, and nobody here asked: they did not hear this process any more.
+        return "killed" if any(end.was_stopped for end in ends) else "failed"
     if first.is_lost:
         return "lost_host"
     if first.hung:

@@ -2,8 +2,9 @@
 
     python -m runtime.replay RUN --step N [--nproc N]
 
-    checkpoint before STEP (linked) -> runs/RUN.replay-STEP.1, .2: the steps up to STEP, trained
-    again with the recorded recipe and ranks -> losses and norms against metrics.jsonl
+    whole checkpoint before STEP (linked), or the start of the run where none was saved before it
+    -> runs/RUN.replay-STEP.1, .2: the steps up to STEP, trained again with the recorded recipe and
+    ranks -> losses and norms against metrics.jsonl
 
 The one rule: RUN itself is only read (one event is added to it). Equal bits twice, and equal to the
 record, say that neither chance nor hardware made the step what it was; two replays that differ, or
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import history
+from checkpoint.choose import verify
 from checkpoint.lineage import lineage, read, segments
 from checkpoint.manifest import committed
 from data.ledger import read_ledger
@@ -125,14 +127,18 @@ class Order:
         if self.segment >= max(opened, 1):
             raise UserError(f"SEGMENT={self.segment}: the run has the segments 0 to {opened - 1}")
         self.lineage = lineage(self.lines, self.segment if opened else None)
-        self.before, self.checkpoint = self.checkpoint_before()
-        metrics = [
-            line
-            for line in self.lineage.own(read_metrics(self.folder))
-            if self.before < line["step"] <= self.step
-        ]
-        if not metrics or metrics[-1]["step"] != self.step:
+        trained = self.lineage.own(read_metrics(self.folder))
+        if all(line["step"] != self.step for line in trained):
             raise UserError(f"STEP={self.step}: {self.folder.name} has no record of this step")
+        spans = self.lineage.spans
+        self.holder = next(s.segment for s in spans if s.holds(s.segment, self.step))
+        self.before, self.checkpoint = self.checkpoint_before()
+        metrics = [line for line in trained if self.before < line["step"] <= self.step]
+        if len(metrics) != self.step - self.before:
+            raise UserError(
+                f"STEP={self.step}: {self.folder.name} has no record of all steps since step"
+                f" {self.before}"
+            )
         self.recorded = compared(metrics, self.lineage.own(read_ledger(self.folder / "ledger")))
         began, is_one = self.start_of_step()
         self.recipe, self.place = began["recipe"], place(began)
@@ -142,33 +148,41 @@ class Order:
         if taken:
             raise UserError(f"{taken[0]} is left from another replay; remove it")
 
-    def checkpoint_before(self) -> tuple[int, Path]:
-        """The newest checkpoint from before the step."""
+    def checkpoint_before(self) -> tuple[int, Path | None]:
+        """The newest whole checkpoint from before the step; (0, None) = the start of the run, which
+        is all that there ever was before its first save. Raises UserError."""
         found = committed(self.folder / "checkpoints", self.lineage)
-        early = [(step, path) for step, path in found if step < self.step]
-        if not early:
-            there = ", ".join(str(step) for step, _ in found) or "none"
-            raise UserError(
-                f"STEP={self.step}: {self.folder.name} has no checkpoint from before it (it has:"
-                f" {there}); keep more of them (checkpoint.interval, keep, keep_every)"
-            )
-        return early[-1]
+        damaged = []
+        for step, path in reversed([one for one in found if one[0] < self.step]):
+            problems = verify(path, "full")
+            if not problems:
+                return step, path
+            damaged.append(f"{path.name} is damaged: {problems[0]}")
+            print(f"warning: {damaged[-1]}; an older one is looked for", file=sys.stderr)
+        saved = self.lineage.own(read_events(self.folder, "saved"))
+        if not any(event["step"] < self.step for event in saved):
+            return 0, None
+        there = ", ".join(str(step) for step, _ in found) or "none"
+        raise UserError(
+            f"STEP={self.step}: {self.folder.name} has no whole checkpoint from before it (it has:"
+            f" {there}); keep more of them (checkpoint.interval, keep, keep_every)",
+            *damaged,
+        )
 
     def start_of_step(self) -> tuple[dict[str, Any], bool]:
         """The recorded conditions of the start that trained the step, and whether it trained all
         the steps since the checkpoint. Raises UserError where they cannot be repeated in one go."""
-        holds = [span.segment for span in self.lineage.spans if span.holds(span.segment, self.step)]
         began = [
             entry
             for entry in environment.read(self.folder)
-            if entry["segment"] == holds[-1] and entry["after_step"] < self.step
+            if entry["segment"] == self.holder and entry["after_step"] < self.step
         ]
         if not began:
             raise UserError(f"{self.folder}/{environment.FILE} does not say how this step was made")
         late = [
             f"{line['key']} changed at step {line['first_step']}"
             for line in self.lines
-            if line.get("kind") == "override" and line["segment"] == holds[-1]
+            if line.get("kind") == "override" and line["segment"] == self.holder
             and self.before + 1 < line["first_step"] <= self.step
         ]  # fmt: skip
         if late:
@@ -188,7 +202,7 @@ def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
     folder = order.folder_of(number)
     prepare(order, folder)
     print(
-        f"try {number}: steps {order.before + 1} to {order.step} on {order.nproc} ranks", flush=True
+        f"try {number}: steps {order.before + 1} to {order.step}, ranks: {order.nproc}", flush=True
     )
     command = [
         sys.executable, "-m", "launch.local", "--with-parent", "--nproc", str(order.nproc), "--",
@@ -216,13 +230,17 @@ def prepare(order: Order, folder: Path) -> None:
     """A run that stands at the checkpoint, in the segment of the step; files are linked."""
     recipe = order.recipe | QUIET | {"run": folder.name}
     recipe |= {group: recipe[group] | values for group, values in QUIET_GROUPS.items()}
-    checkpoint = folder / "checkpoints" / order.checkpoint.name
-    checkpoint.mkdir(parents=True)
-    for path in order.checkpoint.iterdir():
-        os.link(path, checkpoint / path.name)
+    folder.mkdir(parents=True)
+    if order.checkpoint is None:
+        recipe["init_from"] = order.recipe["init_from"]
+    else:
+        checkpoint = folder / "checkpoints" / order.checkpoint.name
+        checkpoint.mkdir(parents=True)
+        for path in order.checkpoint.iterdir():
+            os.link(path, checkpoint / path.name)
     (folder / "recipe.yaml").write_text(recipe_yaml(to_recipe(recipe, {}, [])[0]), "utf-8")
     for line in order.lines:
-        if line.get("kind") == "segment" and line["segment"] > order.segment:
+        if line.get("kind") == "segment" and line["segment"] > order.holder:
             break
         history.append(folder, line)
 

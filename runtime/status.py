@@ -119,7 +119,10 @@ def next_command(state: State) -> list[str]:
     if state.launcher:
         return [f"  next: nothing to do: its launcher ({state.launcher}) starts it"]
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
-    if "finished" in kinds[-2:]:
+    # The last life may have been killed on its way out.
+    total = total_steps(state.folder)
+    is_saved = bool(state.saved and total and state.saved[0] >= total)
+    if is_saved or "finished" in kinds[-2:]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]
     what = "the same command again"
     if "gave_up" in kinds[-2:]:

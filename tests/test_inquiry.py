@@ -91,6 +91,15 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
     list(inquiry.Inquiry(work).during([silence, answers[0], None, answers[1], None]))
     assert [Hung.of(word["hung"]) for word in work.told[1:]] == [spins]
 
+    # What failed meanwhile is what the others wait for.
+    for failed in (
+        {"node": 1, "say": "lost"},
+        {"node": 1, "say": "end", "end": {"status": 1, "was_stopped": False}},
+    ):
+        work = Words({0: 0.0})
+        list(inquiry.Inquiry(work).during([silence, failed, answers[0], None]))
+        assert work.told == [{"look": True}]
+
     # A host that has ended is waited for no more, nor one that is there but slow, beyond the time.
     for unheard_s, answer_s in (({0: 0.0}, 60.0), ({0: 0.0, 1: -1.0}, 0.0)):
         monkeypatch.setattr(inquiry, "ANSWER_S", answer_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -103,6 +104,15 @@ def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
     out = said(capsys, "status", "mine")
     assert "nothing is left to train" in out
     assert "make pretrain" not in out
+
+
+def test_status_of_a_run_that_was_killed_on_its_way_out_sends_nobody_to_train_either(folder):
+    over(folder, "killed")
+    saved = dataclasses.replace(status.state_of(folder), saved=(50, time.time()))
+    assert "nothing is left to train" in "\n".join(status.describe(saved))
+    assert "make pretrain" in "\n".join(
+        status.describe(dataclasses.replace(saved, saved=(49, time.time())))
+    )
 
 
 def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from checkpoint.lineage import lineage
 from recipes.schema import Health as Knobs
 from recipes.schema import UserError
+from runtime import replay
 from runtime.health import Health, Judgement, Verdict
+from runtime.records import record_event
 from runtime.recovery import Plan, Saved, plan, recover
-from runtime.replay import Step, conclude
+from runtime.replay import Order, Step, conclude
 
 KNOBS = Knobs(rewind=100, skip=200)
 
@@ -80,3 +83,29 @@ def test_another_layout_may_differ_by_rounding_and_another_batch_by_anything():
     assert "more than" in conclude(one, far, far, False).text
     changed = steps(2.0, 1.9, batch="c")
     assert conclude(one, changed, changed, True).kind == "another-batch"
+
+
+def test_a_step_is_repeated_from_the_newest_whole_checkpoint_or_from_the_start(
+    tmp_path, monkeypatch, capsys
+):
+    there = [(step, tmp_path / f"step-{step}") for step in (10, 20, 30)]
+    broken: set[int] = set()
+    monkeypatch.setattr(replay, "committed", lambda folder, chain: there)
+    monkeypatch.setattr(
+        replay, "verify", lambda path, depth: ["flipped"] if int(path.name[5:]) in broken else []
+    )
+
+    def before(step: int):
+        order = SimpleNamespace(folder=tmp_path, lineage=lineage([]), step=step)
+        return Order.checkpoint_before(order)
+
+    for step, _ in there:
+        record_event(tmp_path, "saved", life=1, segment=0, step=step)
+    assert before(30) == there[1]
+    assert before(10) == before(1) == (0, None)
+    broken.add(20)
+    assert before(25) == there[0]
+    assert "step-20 is damaged: flipped" in capsys.readouterr().err
+    broken.add(10)
+    with pytest.raises(UserError, match="no whole checkpoint from before it"):
+        before(25)

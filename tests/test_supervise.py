@@ -308,6 +308,12 @@ def test_a_new_segment_counts_as_progress():
     assert judge(Life("killed", 137, (1, 20, 10), True)).is_final
 
 
+def test_a_launcher_that_stood_still_tries_again_also_before_the_first_step():
+    verdict = Budget(3, (0, 0, 0)).judge(Life("killed", 1, (0, 0, 0), has_begun=False))
+    assert verdict.again
+    assert "no longer heard this launcher" in verdict.why
+
+
 def test_causes():
     oom_words = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.",)
     numpy_words = "[rank0]: numpy._core._exceptions._ArrayMemoryError: Unable to allocate 116. GiB"
@@ -327,6 +333,7 @@ def test_causes():
         ([End(0, -11, 1.0)], None, "killed"),
         ([End(0, 1, 1.0)], None, "failed"),
         ([End(0, 93, 1.0)], None, "refused"),
+        ([End(0, -9, 1.0, was_stopped=True), End(1, -9, 1.0, was_stopped=True)], None, "killed"),
     ):
         assert cause_of(ends, stopped_by) == cause
 
