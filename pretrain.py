@@ -60,6 +60,7 @@ from runtime.learning_rate import learning_rate
 from runtime.memory import peak_gib
 from runtime.profiling import profiler_of
 from runtime.record import Finished, Record
+from runtime.records import LEDGER, make_way
 from runtime.recovery import Rewound, recover
 from runtime.requests import REQUESTS, AskedEarly
 from runtime.resuming import compare, data_of, left_behind, read_state, standing
@@ -393,6 +394,7 @@ def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
 
 def open_record(run: Run) -> Record:
     """Rank 0's record of this life, after telling what is about to happen."""
+    make_way(run.folder / LEDGER)
     record = Record(
         run.folder,
         run.recipe,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 import sys
@@ -37,6 +36,7 @@ from recipes.command import Parser, add_words, count_of, refuse, words_of
 from recipes.compose import compose, recipe_yaml
 from recipes.exits import FINISHED
 from recipes.schema import Recipe, UserError
+from runtime.records import read_line
 from runtime.resuming import compare, read_state
 from runtime.settle import attempt
 
@@ -194,16 +194,17 @@ def link(checkpoint: Path, to: Path) -> None:
 
 
 def copy_lines(source: Path, to: Path, chosen: Lineage, last_step: int) -> None:
-    """Copy the lines of steps that the branch goes on from."""
+    """Copy the lines of steps that the branch goes on from, without damaged ones."""
     if not source.is_file():
         return
     to.parent.mkdir(exist_ok=True)
     with open(source, "rb") as old, open(to, "wb") as new:
         for text in old:
-            if text.endswith(b"\n"):
-                line = json.loads(text)
-                if line["step"] <= last_step and chosen.holds(line["segment"], line["step"]):
-                    new.write(text)
+            line = read_line(text, ("segment", "step")) if text.endswith(b"\n") else None
+            if not isinstance(line, dict) or line["step"] > last_step:
+                continue
+            if chosen.holds(line["segment"], line["step"]):
+                new.write(text)
 
 
 if __name__ == "__main__":

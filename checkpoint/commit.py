@@ -84,6 +84,7 @@ def save(
     keep: Keep = KEEP,
     fence: Fence | None = None,
     verify: str = "sampled",
+    again: bool = False,
     point: Point = nothing,
     sync_record: Callable[[], None] = lambda: None,
 ) -> SaveReport:
@@ -91,7 +92,8 @@ def save(
 
     `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
     `sync_record` makes durable what the checkpoint vouches for; rank 0 calls it before the commit.
-    `verify` is sampled or full. What fails on any rank is reported, not raised. Raises Fenced on
+    `verify` is sampled or full. `again` = this life tried before: what it committed then and could
+    not read back is set aside. What fails on any rank is reported, not raised. Raises Fenced on
     all ranks where another life of the run has begun, and RuntimeError where the ranks lose each
     other, so that none waits for ever.
     """
@@ -102,7 +104,9 @@ def save(
     phase = _Phases(comm, point)
     problem, total, removed, notes, temporary = None, 0, (), (), None
     try:
-        temporary = phase("prepare", lambda: _prepare(checkpoints, final, fence, point), only=0)[0]
+        temporary = phase(
+            "prepare", lambda: _prepare(checkpoints, final, fence, again, point), only=0
+        )[0]
         written = phase(
             "write", lambda: _write(temporary, fragments, local or {}, comm.rank, point)
         )
@@ -168,11 +172,13 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _prepare(checkpoints: Path, final: Path, fence: Fence, point: Point) -> Path:
+def _prepare(checkpoints: Path, final: Path, fence: Fence, again: bool, point: Point) -> Path:
     """Rank 0: the folder that all ranks write into, named after its epoch."""
     fence.check()
     checkpoints.mkdir(parents=True, exist_ok=True)
     sync_folder(checkpoints.parent)  # the name `checkpoints` must outlive a power cut, too
+    if again and os.path.lexists(final):
+        set_aside([final])
     if os.path.lexists(final) and not _was_late(final):
         raise FileExistsError(17, "this step is saved already; a checkpoint is never overwritten",
                               str(final))  # fmt: skip

@@ -26,6 +26,10 @@ from recipes.schema import UserError
 FILE = "history.jsonl"
 MARK = "recipe.yaml"  # what makes a folder under runs/ a run of ours
 DIGEST = re.compile(rb', "digest": "([0-9a-f]{16})"}')  # the end of a line, over all before it
+NO_DIGEST = (
+    " (runs were once written without digests: where you trust the line, write"
+    ' , "digest": "{}"}} in place of its last brace)'
+)
 
 Line = dict[str, Any]
 
@@ -89,6 +93,8 @@ def read(folder: Path) -> list[Line]:
     be chosen.
     """
     path = folder / FILE
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: the run's lineage hangs on it, put the file back")
     if not path.is_file():
         return []
     *whole, _torn = path.read_bytes().split(b"\n")
@@ -100,6 +106,7 @@ def read(folder: Path) -> list[Line]:
             raise UserError(
                 f"{path} line {number} is damaged: {problem}. The run's lineage hangs on it: put it"
                 " back from a copy, or mend it by hand until text and digest agree"
+                + ("" if has_digest(text) else NO_DIGEST.format(_digest(text.removesuffix(b"}"))))
             ) from None
     numbers = [line.get("segment") for line in segments(found)]
     if numbers != list(range(len(numbers))):
@@ -111,6 +118,11 @@ def encode(line: Line) -> bytes:
     """A line as it stands in the file."""
     body = json.dumps(line, allow_nan=False).encode()[:-1]
     return body + f', "digest": "{_digest(body)}"}}\n'.encode()
+
+
+def has_digest(text: bytes) -> bool:
+    """Whether a line ends with a digest, right or wrong."""
+    return DIGEST.search(text, max(0, len(text) - 32)) is not None
 
 
 def decode(text: bytes) -> Line:

@@ -23,6 +23,7 @@ from data.ledger import STEPS_FILE, read_ledger
 from recipes.command import Parser, refuse
 from recipes.exits import FINISHED
 from recipes.schema import UserError
+from runtime.records import notes
 
 ROOT = Path(__file__).resolve().parent.parent
 INDENT = 2
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="run folder, or its name under runs/")
     try:
         folder = run_folder(parser.parse_args(arguments).run, ROOT)
-        print("\n".join(tree(folder)))
+        print("\n".join([*tree(folder), *notes(folder)]))
     except UserError as error:
         return refuse(error)
     return FINISHED

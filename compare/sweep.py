@@ -42,6 +42,7 @@ from compare.variants import (
 from data.schedule import schedule_of
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.schema import UserError, read_ranks
+from runtime.records import notes
 from runtime.settle import settle
 
 FAILED, INTERRUPTED = 1, 130
@@ -159,6 +160,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     for name in dict.fromkeys(names):
         try:
             read.append(read_run(RUNS / name))
+            print(*(f"{line}\n" for line in notes(RUNS / name)), sep="", end="", file=sys.stderr)
         except UserError as error:
             problems += [f"RUNS: {line}" for line in error.problems]
     if problems:

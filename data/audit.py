@@ -40,6 +40,7 @@ from recipes.command import Parser, refuse
 from recipes.compose import compose
 from recipes.schema import Recipe, UserError
 from recipes.table import table
+from runtime.records import HAVE, LEDGER, damage
 from runtime.settle import length_in_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,12 +109,16 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"TOKENS={options.tokens}: are those of one document: give DOC= too")
         if options.diff is not None:
             return diff(ledger_of(options.run), ledger_of(options.diff), options.run, options.diff)
-        run = open_run(run_folder(options.run, ROOT), options.segment)
+        folder = run_folder(options.run, ROOT)
+        run = open_run(folder, options.segment)
         if options.step is not None:
             return show_step(run, options.step, options.text)
         if options.doc is not None:
             return show_document(run, options.doc, options.tokens, options.text)
-        return check(run, options.every)
+        status, damaged = check(run, options.every), damage(folder / LEDGER, HAVE[LEDGER])
+        if damaged:
+            print(damaged)
+        return DIFFERS if damaged else status
     except UserError as error:
         return refuse(error)
 

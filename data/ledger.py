@@ -23,6 +23,7 @@ import xxhash
 from recipes.schema import UserError
 
 STEPS_FILE = "steps.jsonl"
+HAVE = {"step", "data_step", "samples", "batch_hash", "tokens"}  # fields of every line
 
 
 def sample_hashes(tokens: np.ndarray) -> np.ndarray:
@@ -120,37 +121,41 @@ class Ledger:
 
 
 def read_ledger(folder: Path) -> Iterator[dict]:
-    """The lines of a ledger in order; a torn last line is left out. Raises UserError for a damaged
-    one before it.
+    """The lines of a ledger in order; a torn last one and damaged ones are left out.
+    Raises UserError where there is no ledger.
     """
     path = folder / STEPS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; the run has recorded no step")
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line in file:
             if not line.endswith(b"\n"):
                 return
-            yield _parsed(path, number, line)
+            values = _parsed(line)
+            if values is not None:
+                yield values
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict:
+def _parsed(line: bytes) -> dict | None:
+    """What a line says; None where it is damaged."""
     try:
-        return json.loads(line)
+        values = json.loads(line)
     except ValueError:
-        raise UserError(f"{path}:{number}: expected a line of JSON, found {line[:80]!r}") from None
+        return None
+    return values if isinstance(values, dict) and values.keys() >= HAVE else None
 
 
 def _cut_after(path: Path, step: int, segment: int) -> None:
     """Remove the lines of `segment` past `step`, which stand at the end: lines are in order of
-    segment, then step. Raises UserError for a damaged one.
+    segment, then step. Damaged ones before them stay.
     """
     if not path.is_file():
         return
     kept = 0
     with open(path, "r+b") as file:
-        for number, line in enumerate(file, start=1):
-            values = _parsed(path, number, line)
-            if values["step"] > step and values.get("segment", 0) >= segment:
+        for line in file:
+            values = _parsed(line)
+            if values and values["step"] > step and values.get("segment", 0) >= segment:
                 break
             kept += len(line)
         file.truncate(kept)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.build import ensure
-from data.corpus import Corpus, open_corpus
+from data.corpus import MANIFEST, Corpus, open_corpus
 from data.mixture import shares_of
 from data.shards import Split
 from data.skips import Skips, merged
@@ -60,6 +60,24 @@ def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[
     if problems:
         raise UserError(*problems)
     return corpora
+
+
+def corpus_problems(data: Data, root: Path) -> list[str]:
+    """What is wrong with the corpora by themselves, for a recipe that is refused anyway, so that a
+    person sees everything at once; none is built.
+    """
+    problems = []
+    try:
+        for uid in drawn(data):
+            source = data.sources[uid]
+            if source.build is None or (root / source.corpus / MANIFEST).is_file():
+                try:
+                    open_corpus(ensure(source, root))
+                except UserError as error:
+                    problems += error.problems
+    except UserError as error:  # the weights
+        problems += error.problems
+    return problems
 
 
 def drawn(data: Data) -> list[str]:

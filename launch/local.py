@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ if __name__ == "__main__":  # what follows takes a second to import
     requests.REQUESTS.listen(is_importing=True)
 
 from data.schedule import schedule_of
+from data.sources import corpus_problems
 from data.stream import open_stream
 from launch import network, start
 from launch.budget import Budget, Life
@@ -54,6 +55,7 @@ from recipes.cores import allow_open_files
 from recipes.exits import FAILED
 from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
+from runtime.alerts import Alerts
 from runtime.book import Book
 from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
@@ -146,7 +148,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
 
     forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
-    with start.signals() as asked:
+    with start.signals() as asked, alerts_of(recipe, book) as tell:
         return supervise(
             mend,
             book,
@@ -154,6 +156,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             asked,
             lambda why: keep(book, why, facts(), os.environ),
             0.0 if once else recipe.restart.wait_s,
+            tell,
         )
 
 
@@ -203,7 +206,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     book = Book(ROOT / "runs" / recipe.run, job)
     forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
-    with start.signals() as asked:
+    with start.signals() as asked, alerts_of(recipe, book) as tell:
         fleet = Fleet(
             place.cluster,
             list(place.spares),
@@ -214,6 +217,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
             lambda hosts: check(words, per_host * hosts, is_running=True),
             say,
+            tell=tell,
         )
 
         def mend(life: Life | None, lived: Lived | None) -> Start:
@@ -243,12 +247,23 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             return supervise(
                 mend, book, budget, asked,
                 lambda why: keep(book, why, fleet.facts, os.environ),
-                0.0 if once else rules.wait_s,
+                0.0 if once else rules.wait_s, tell,
             )  # fmt: skip
 
 
+@contextlib.contextmanager
+def alerts_of(recipe: Recipe, book: Book) -> Iterator[Callable[[str, str], None]]:
+    """How the launcher tells people of what ranks that are gone cannot."""
+    alerts = Alerts(recipe.run, recipe.alerts, book.event, say)
+    try:
+        yield lambda kind, text: alerts.pass_on(kind, f"{recipe.run}: {text}")
+    finally:
+        alerts.close()
+
+
 def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """A bundle of a run that is given up; None where it has no folder, or the disk is full.
+    """A bundle of a run that is given up; None where it has no folder, or the disk is full. Puts
+    the end on record.
 
     `hosts` are facts by host; variables go in by the allow-list of launch.environment.
     """
@@ -259,9 +274,12 @@ def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, s
         "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
     }
     try:
-        return write_bundle(book.folder, book.name(), known)
+        made = write_bundle(book.folder, book.name(), known)
     except OSError:
-        return None
+        made = None
+    shown = str(made.relative_to(book.folder)) if made else None
+    book.event("gave_up", reason=why, bundle=shown)
+    return made
 
 
 def say(line: str) -> None:
@@ -312,9 +330,12 @@ class Checked:
 
 def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words, ds_problems).recipe
-    schedule = schedule_of(recipe)
-    settled = settle(recipe, ranks, schedule)
+    recipe = compose_command(words, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
+    try:
+        schedule = schedule_of(recipe)
+        settled = settle(recipe, ranks, schedule)
+    except UserError as error:
+        raise UserError(*error.problems, *corpus_problems(recipe.data, ROOT)) from None
     confirm(settled.config)
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)

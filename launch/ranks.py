@@ -3,11 +3,11 @@
     start -> output lines, beats ... end of each rank
              one failed: the others get a moment, then stop      one hangs: all are killed at once
 
-The one rule: when `wait` returns none of them lives, however it went; and if this process is killed
-the kernel kills them. torchrun is not used for this: it hides exit statuses (93 becomes 1), waits
-30 s for a stopped process, prints tracebacks of its own and imports torch first. The variables are
-torchrun's, so the entry runs under either. What ranks print goes on without secrets. Units:
-seconds.
+The one rule: when `wait` returns none of them lives, however it went, but one that the kernel
+itself cannot end, which is named; and if this process is killed the kernel kills them. torchrun is
+not used for this: it hides exit statuses (93 becomes 1), waits 30 s for a stopped process, prints
+tracebacks of its own and imports torch first. The variables are torchrun's, so the entry runs under
+either. What ranks print goes on without secrets. Units: seconds.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not s
 START_GRACE_S, BEFORE = 10.0, ("start", "load")
 # One request may come twice: to this process by a signal of its own and through its launcher.
 AGAIN_S = 3.0
+# From the first SIGKILL on: after that a rank sits in the kernel, as in a driver or a file system
+# that does not answer. Freeing the memory of a large host takes a minute.
+UNENDING_S = 120.0
 FLUSH_S = 2.0  # a silent rank's log appears so soon after the run folder
 KEPT_LINES = 200
 LONGEST_LINE = 65_536
@@ -168,6 +171,7 @@ class Ranks:
         self._blaming = threading.Lock()
         self._ends: list[End] = []
         self._stopping: set[int] = set()
+        self._abandoned: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen] = []
         self._secrets = secret_values(environments[0])
@@ -236,7 +240,7 @@ class Ranks:
 
     def wait(self) -> list[End]:
         """Until no rank lives: the ends of all, in the order in which they came."""
-        kill_at, signalled, flush_at, look_at = None, None, 0.0, 0.0
+        kill_at, signalled, flush_at, look_at, killed_at = None, None, 0.0, 0.0, None
         try:
             while len(self._ends) < len(self._processes):
                 with self._events:
@@ -258,14 +262,35 @@ class Ranks:
                 if self._hurry or (kill_at is not None and now >= kill_at):
                     self._signal(signal.SIGKILL)
                     kill_at, self._hurry = now + 1, False
+                    killed_at = killed_at or now
+                if killed_at is not None and now - killed_at > UNENDING_S:
+                    self._abandon()
         finally:
             self._signal(signal.SIGKILL)
             for thread in self._threads:
-                thread.join(timeout=5)
+                thread.join(timeout=0 if self._abandoned else 5)
             self._logs.close()
             if self._watch:
                 self._watch.close()
         return self._ends
+
+    def _abandon(self) -> None:
+        """Count ranks that SIGKILL does not end as lost with their host."""
+        left = [n for n, process in enumerate(self._processes) if process.poll() is None]
+        with self._events:
+            known = {end.rank for end in self._ends}
+            for local in (n for n in left if self._numbers[n] not in known):
+                pid, host = self._processes[local].pid, socket.gethostname()
+                text = (
+                    f"failed: process {pid} on {host} does not end after SIGKILL"
+                    f" ({state_of(pid)}): a driver or a file system of this host does not answer;"
+                    " restart the host"
+                )
+                self._abandoned.add(local)
+                end = self._end_of(local, -signal.SIGKILL, (text,), is_lost=True)
+                self._ends.append(end)
+                print(f"warning: {text.removeprefix('failed: ')}", file=sys.stderr, flush=True)
+                self._ended(end)
 
     def _is_settled(self) -> bool:
         """Whether silence says nothing new."""
@@ -351,17 +376,29 @@ class Ranks:
             # A grandchild may hold the pipe open; what the rank itself said is there by now.
             reader.join(timeout=2)
         self._logs.flush(name)  # the run's folder may have come since the last line
+        if local in self._abandoned:
+            return
+        end = self._end_of(local, status, tuple(last))
+        self._ended(end)
+        with self._events:
+            self._ends.append(end)
+            self._events.notify()
+
+    def _end_of(self, local: int, status: int, last: tuple[str, ...], is_lost: bool = False) -> End:
+        """How a rank ended, with what is known of its last moments."""
+        rank = self._numbers[local]
         beat = self._watch.last(rank) if self._watch else None
         with self._blaming:
             is_hung = self._hung is not None and self._hung.rank == rank
-        end = End(
+        return End(
             rank=rank,
             status=-signal.SIGKILL if is_hung else status,
             after_s=time.monotonic() - self._started,
             was_stopped=local in self._stopping,
-            is_oom=status == -signal.SIGKILL and oom.kills() > self._oom_kills,
-            last=tuple(last),
-            log=self._logs.path(name),
+            is_lost=is_lost,
+            is_oom=not is_lost and status == -signal.SIGKILL and oom.kills() > self._oom_kills,
+            last=last,
+            log=self._logs.path(log_name(rank)),
             phase=beat.phase if beat else None,
             step=beat.step if beat else None,
             hung=str(self._hung) if is_hung else None,
@@ -369,15 +406,21 @@ class Ranks:
             stack=self._hung.stack if is_hung else (),
             only_waits=is_hung and self._hung.only_waits,
         )
-        self._ended(end)
-        with self._events:
-            self._ends.append(end)
-            self._events.notify()
 
 
 def log_name(rank: int) -> str:
     """File name of a rank's log; lives of a run follow each other in it."""
     return f"rank-{rank:05d}.log"
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says of a process: its state, and what it waits in."""
+    found = []
+    for name, read in (("state", lambda text: text.rpartition(")")[2].split()[0]), ("in", str)):
+        with contextlib.suppress(OSError, IndexError):
+            text = Path(f"/proc/{pid}/{'stat' if name == 'state' else 'wchan'}").read_text()
+            found.append(f"{name} {read(text)}")
+    return ", ".join(found) or "state unknown"
 
 
 def die_with_parent() -> None:

@@ -15,12 +15,13 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.redaction import redacted
+from recipes.redaction import redact, redacted
 from recipes.rules import RULES, WARNINGS
 from recipes.schema import (
     FP16,
     MANY,
     STAGE_0,
+    Data,
     Recipe,
     UserError,
     as_float,
@@ -69,6 +70,12 @@ def to_recipe(
         for knobs, rule in WARNINGS
         if (line := rule(*(known[knob] for knob in knobs))) is not None
     ]
+
+
+def read_data(values: Any) -> Data | None:
+    """What a recipe's `data` says, by itself; None where it is not legal."""
+    found = _Reader({}, [], {}).read_class(Data, values, "data")
+    return None if found is BAD else found
 
 
 def knob_names(cls: type = Recipe, prefix: str = "") -> dict[str, dataclasses.Field]:
@@ -361,7 +368,8 @@ def _command(value: Any) -> tuple[str, ...]:
         isinstance(word, str) and word and "\0" not in word for word in value
     ):
         raise ValueError("is not a list of words, such as [/usr/local/bin/page,on-call]")
-    if redacted(value) != list(value):
+    line = " ".join(value)
+    if redacted(value) != list(value) or redact(line) != line:
         raise ValueError(
             "holds what looks like a secret, which process lists show; let the program read it from"
             " a file"

@@ -28,8 +28,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.check import folder_name, is_text, to_recipe
-from recipes.schema import Recipe, UserError, as_written, did_you_mean
+from recipes.check import folder_name, is_text, read_data, to_recipe
+from recipes.schema import Data, Recipe, UserError, as_written, did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -72,12 +72,13 @@ def compose(
     dish: str,
     overrides: Sequence[str] = (),
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
+    check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
     """The recipe `dish` (a name in recipes/, or a path to a .yaml file) with overrides applied.
 
     `model=...`, `data=...`, `optim=...`, `cluster=...` choose an ingredient; `a.b=value` sets a
-    knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` adds those of the
-    DeepSpeed keys, which are checked with the layout where the knobs are right.
+    knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` and `check_data` add
+    those of DeepSpeed keys and corpora, which are checked later where the knobs are right.
     """
     path = locate(dish)
     choices, changes, problems, warnings = parse(overrides)
@@ -95,6 +96,8 @@ def compose(
         problems += error.problems
         ds = values.get("ds")
         problems += check_ds(ds) if isinstance(ds, dict) else []
+        data = read_data(values.get("data"))
+        problems += check_data(data) if data else []
         raise UserError(*problems) from None
     if problems:
         raise UserError(*problems)
@@ -119,14 +122,16 @@ def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
 
 
 def compose_command(
-    arguments: Sequence[str], check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: []
+    arguments: Sequence[str],
+    check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
+    check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
     """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
     dishes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
     overrides = [text for text in arguments if not text.startswith("recipe=")]
     if len(dishes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
-    return compose(dishes_named[0], overrides, check_ds)
+    return compose(dishes_named[0], overrides, check_ds, check_data)
 
 
 def run_name(stem: str) -> str:

@@ -1,6 +1,6 @@
 """Tells people what they should know now: an event, a line on the console, and a command.
 
-    alert = Alerts(...)    alert("rewound", "tiny: step 120: ...", step=120)
+    alert = Alerts(...)    alert("roll_back", "tiny: step 120: ...", step=120)
 
 The one rule: telling never harms the run. The command has a fixed argv and no shell, it runs beside
 training under a time limit, one at a time, and its failure is an event. The text comes by its
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +26,17 @@ from recipes.schema import Alerts as Knobs
 
 # What a program needs to start; nothing that could be a key.
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE")
+# Stands between the run and the command: leads its session, and ends all of it where this process
+# is killed. To ask the kernel for that between fork and exec is no way for a process with threads.
+GUARD = """
+import ctypes, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+status = subprocess.call(sys.argv[2:])
+os._exit(status if status >= 0 else 128 - status)
+"""
 MOST_WAITING = 32
 LONGEST_TEXT = 2000
 
@@ -47,8 +60,14 @@ class Alerts:
         facts = redacted(facts, known)
         self.event(kind, text=text, **facts)
         self.say(f"alert: {text}")
+        self.pass_on(kind, text, **facts)
+
+    def pass_on(self, kind: str, text: str, **facts: Any) -> None:
+        """The command alone, for what is on record and shown already; returns at once."""
         if not self.knobs.command:
             return
+        known = secret_values(os.environ)
+        text, facts = redacted(text, known)[:LONGEST_TEXT], redacted(facts, known)
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="alerts", daemon=True)
             self._worker.start()
@@ -104,14 +123,16 @@ def tell(
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
     environment |= {"ALERT_RUN": run, "ALERT_KIND": kind, "ALERT_TEXT": text}
     lines = [text, "", *(f"{name}: {value}" for name, value in facts.items())]
+    if shutil.which(knobs.command[0], path=environment.get("PATH", os.defpath)) is None:
+        return f"{knobs.command[0]}: No such file, or not one that may be executed"
     try:
         process = subprocess.Popen(
-            list(knobs.command),
+            [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *knobs.command],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that its own children end with it
+            start_new_session=True,  # so that its children end with it
         )
     except (OSError, ValueError) as error:
         return f"{knobs.command[0]}: {error}"

@@ -23,7 +23,9 @@ from runtime.engine_keys import (
     KEYS,
     NO_STAGE,
     NVME,
+    OFF,
     OWNED,
+    REFUSED,
     refusal,
 )
 from runtime.engine_rules import (
@@ -33,6 +35,7 @@ from runtime.engine_rules import (
     OFFLOAD_PARAM,
     Leaves,
     equal,
+    is_override,
     named,
     optimizer_class,
     problems_of,
@@ -138,6 +141,7 @@ def engine_config(
     preset = load_preset(recipe.zero)
     problems = [*_misshapen(preset.json, preset.shown), *_misshapen(recipe.ds, "ds.")]
     leaves = _merge(preset, recipe.ds, problems)
+    _drop_idle(leaves)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
     fixed = FIXED | FIXED_IN_PIPELINE if recipe.parallel.pipeline > 1 else FIXED
     _fill_derived(leaves, recipe, accumulates, fixed)
@@ -161,6 +165,7 @@ def ds_problems(ds: dict[str, Any]) -> list[str]:
     For a recipe that is refused anyway, so that a person sees everything at once.
     """
     flat = {key: (value, f"ds.{key}") for key, value in _flat(ds) if value not in (AUTO, None)}
+    _drop_idle(flat)
     bad, _ = _check_leaves(flat, FIXED)
     return [*_misshapen(ds, "ds."), *bad]
 
@@ -205,6 +210,23 @@ def _merge(preset: Preset, ds: dict[str, Any], problems: list[str]) -> Leaves:
         if not (inside and value is None):
             leaves[key] = (value, origin)
     return leaves
+
+
+def _drop_idle(leaves: Leaves) -> None:
+    """Remove what only switches off what is not there: a refused block with "enabled": false, what
+    a file says of an offload to "none", and the keys of OFF.
+    """
+    off = [
+        block
+        for key, (value, _) in leaves.items()
+        if (block := key.removesuffix(".enabled")) != key and block in REFUSED and value is False
+    ]
+    none = [key.removesuffix("device") for key in DEVICES if leaves.get(key, [""])[0] == "none"]
+    for key, (value, origin) in list(leaves.items()):
+        is_of_none = key.startswith(tuple(none)) and key not in DEVICES and not is_override(origin)
+        is_off = key in OFF and (value is None or value is False)
+        if is_off or is_of_none or any(is_part_of(key, block) for block in off):
+            del leaves[key]
 
 
 def is_part_of(key: str, block: str) -> bool:
@@ -282,7 +304,10 @@ def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
             except ValueError as error:
                 problems.append(f"{given} {error}: {KEYS[key].meaning}")
     if autos:
-        problems.append(f'still at "auto", which nothing here fills: {", ".join(autos)}; set each')
+        problems.append(
+            f'still at "auto", which nothing here fills: {", ".join(autos)}; set each, or'
+            " remove it for DeepSpeed's default"
+        )
     return problems, legal
 
 

@@ -287,6 +287,21 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": f"{REMOVED}; use zero_quantized_gradients alone",
 }
 
+# Refused keys that files of real life carry switched off: false or null is what holds here anyway.
+OFF = {
+    *(f"activation_checkpointing.{name}" for name in (
+        "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "profile",
+        "number_checkpoints", "synchronize_checkpoint_boundary",
+    )),
+    *(f"zero_optimization.{name}" for name in (
+        "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "elastic_checkpoint",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "legacy_stage1", "zero_quantized_nontrainable_weights",
+    )),
+    "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "compile.deepcompile",
+    "disable_allgather", "dump_state", "sparse_gradients",
+}  # fmt: skip
+
 # A bare number or `true` where DeepSpeed once took a stage.
 NO_STAGE = f"zero_optimization.stage must be 1, 2 or 3. {STAGE_0}"
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from model.cost import num_parameters
 from recipes.schema import Recipe, as_float, as_written
 from runtime.engine_keys import BF16, KEYS, ZERO_3, ZERO_12
 
@@ -24,6 +25,7 @@ OFFLOAD_PARAM = f"{ZERO}.offload_param.device"
 SCATTER = f"{ZERO}.reduce_scatter"
 SEQUENTIAL = f"{ZERO}.stage3_allgather_sequential"
 PRESCALE = "prescale_gradients"
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's own, also for models that are smaller
 WAYS_TO_BF16 = "zero=1 or zero=pipeline, precision=bf16, gradients summed in fp32"
 
 Leaves = dict[str, tuple[Any, str]]  # dotted key -> (value, where it came from)
@@ -104,7 +106,7 @@ def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> l
         *_pipeline(leaves, recipe, stage),
         *_cut(leaves, recipe, stage),
         *_division(leaves, stage, built),
-        *_sizes(leaves, stage, data_size),
+        *_sizes(leaves, stage, data_size, num_parameters(recipe.model)),
         *_precision(leaves, recipe),
     ]
 
@@ -217,9 +219,16 @@ def _division(leaves: Leaves, stage: int, built: str) -> list[str]:
     return problems
 
 
-def _sizes(leaves: Leaves, stage: int, data_size: int) -> list[str]:
-    """Sizes that must divide."""
+def _sizes(leaves: Leaves, stage: int, data_size: int, parameters: int) -> list[str]:
+    """Sizes that must divide, and one that is memory."""
     problems = []
+    key, most = f"{ZERO}.reduce_bucket_size", max(parameters, DEFAULT_BUCKET)
+    bucket, origin = leaves.get(key, (1, ""))
+    if isinstance(bucket, int) and bucket > most:
+        problems.append(
+            f"{shown(key, bucket, origin)} is more than the {parameters:,} gradients of the model,"
+            f" and every rank takes memory for all of it; at most {most}"
+        )
     key = f"{ZERO}.allgather_bucket_size"
     bucket, origin = leaves.get(key, (2, ""))
     if isinstance(bucket, int) and bucket % 2:

@@ -109,8 +109,8 @@ def follow(folder: Path, kinds: set[str], seen: int) -> None:
         with open(path, "rb") as file:
             file.seek(seen)
             *whole, _torn = file.read().split(b"\n")
-        added = (read_line(path, f"after byte {seen}", line, EVENTS_HAVE) for line in whole)
-        for text in chosen(added, kinds):
+        added = [read_line(line, EVENTS_HAVE) for line in whole]
+        for text in chosen((event for event in added if isinstance(event, dict)), kinds):
             print(text, flush=True)
         seen += sum(len(line) + 1 for line in whole)
         if not lives and not whole:

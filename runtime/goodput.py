@@ -21,12 +21,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint.lineage import lineage_of
-from recipes.schema import UserError
 from runtime import forecast
 from runtime.console import duration
 from runtime.lives import unix_s
@@ -107,18 +106,33 @@ def is_end(event: Mapping[str, Any]) -> bool:
 
 
 def account(lives: Sequence[Life]) -> dict[str, float]:
-    """Seconds of each part; their sum is the time from the first begin to the last end."""
+    """Seconds of each part, none below 0; their sum is the time from the first begin to the last
+    end, as far as clocks let it be known."""
     total = dict.fromkeys(PARTS, 0.0)
     usual_s = usual_step_s(lives)
+    lives = apart(lives)
     for life in lives:
         for name, seconds in account_life(life, usual_s).items():
             total[name] += seconds
     for before, life in itertools.pairwise(lives):
-        gap_s = life.began_s - before.ended_s
+        gap_s = max(0.0, life.began_s - before.ended_s)
         restart_s = max(0.0, min(gap_s, life.seconds.get("restart", 0.0)))
         total["restart"] += restart_s
         total["idle"] += gap_s - restart_s
     return total
+
+
+def apart(lives: Sequence[Life]) -> list[Life]:
+    """The lives, each ended where the next one begins at the latest: what two claim, because a
+    host that was cut off lived on, is the later one's. Where the next one seems to begin before
+    this one did, the clock was set back, and nothing can be taken from that."""
+    found = [
+        replace(life, ended_s=min(life.ended_s, after.began_s))
+        if after.began_s > life.began_s
+        else life
+        for life, after in itertools.pairwise(lives)
+    ]
+    return [*found, *lives[-1:]]
 
 
 def account_life(life: Life, usual_s: float) -> dict[str, float]:
@@ -135,8 +149,10 @@ def account_life(life: Life, usual_s: float) -> dict[str, float]:
         is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
     rest_s = life.ended_s - life.began_s - sum(parts.values())
-    if rest_s < 0:  # stamps of several clocks may overlap a little
-        parts["useful"] += rest_s
+    if rest_s < 0:
+        # Stamps of several clocks overlap a little. Where the clock was set back in this life, the
+        # seconds that were counted in it are what is known.
+        parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
     elif life.is_failure or len(life.lines) < life.steps:
         parts["redone"] += rest_s
     else:
@@ -187,10 +203,8 @@ def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def costs_of(lives: Sequence[Life]) -> forecast.Costs:
-    """What a step, a save and a failure cost this run. Raises UserError where it shows none."""
+    """What a step, a save and a failure cost this run, which has a step on record."""
     usual_s = usual_step_s(lives)
-    if usual_s <= 0:
-        raise UserError("no step is on record yet: nothing to compute an interval from")
     after_failure = [life for before, life in itertools.pairwise(lives) if before.is_failure]
     detects = [life.seconds.get("detect", 0.0) for life in lives if life.is_failure]
     restarts = [
@@ -230,7 +244,7 @@ def advice(
 ) -> tuple[str, list[list[str]]]:
     """What the interval between saves should be: one line, and rows of a table.
 
-    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own. Raises UserError.
+    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
     """
     total = account(lives)
     failures = sum(life.is_failure for life in lives)
@@ -240,6 +254,8 @@ def advice(
         if not failures:
             return "no failure yet; MTBF=hours computes the best checkpoint.interval for it", []
         mtbf_s, whence = ran_s / failures, f"measured: {failures} in {duration(ran_s)}"
+    if usual_step_s(lives) <= 0:
+        return "no step is on record yet: nothing to compute an interval from", []
     costs = costs_of(lives)
     best = forecast.best_interval(costs, mtbf_s)
     rows = [["checkpoint.interval", "saves every", "goodput", "simulated", ""]]
@@ -263,6 +279,6 @@ def advice(
 
 def interval_of(folder: Path) -> int:
     """Steps between the saves of a run, as its recipe has it; 0 = none, or no number."""
-    text = (folder / "recipe.yaml").read_text()
+    text = (folder / "recipe.yaml").read_text(errors="replace")
     found = re.search(r"^checkpoint:\n(?: .*\n)*?  interval: (\d+)$", text, re.M)
     return int(found[1]) if found else 0

@@ -71,8 +71,9 @@ def mark(folder: Path) -> Mark:
 
 
 def next_number(folder: Path) -> int:
-    """Number of the life that begins now, from 1."""
-    return 1 + max((event["life"] for event in records.read_events(folder)), default=0)
+    """Number of the life that begins now, from 1; no line of a step is of a later one."""
+    newest = records.last_lines(folder / records.METRICS, 1, ("life",))
+    return 1 + max((line["life"] for line in [*records.read_events(folder), *newest]), default=0)
 
 
 def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, Any] | None:

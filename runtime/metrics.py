@@ -71,7 +71,8 @@ class MetricsWriter:
         self._file = self._events = self._mirror = None
         self._first_step: int | None = None  # of this life
         self._uncharted: set[str] = set()  # fields and families without a chart
-        for name in (records.EVENTS, DEVICES, RANKS):
+        for name in records.HAVE:
+            records.make_way(self.folder / name, say)
             records.repair(self.folder / name, say)
         lives.complete(self.folder)
         self.life = lives.next_number(self.folder)
@@ -87,12 +88,12 @@ class MetricsWriter:
             **launch,
         )
         self.resume(after_step)
+        self._tell_damage()
 
     def resume(self, after_step: int) -> None:
         """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
         self._close_files()
         path = self.folder / METRICS
-        records.repair(path, self._say)
         removed, kept = records.truncate_after(path, self.segment, after_step)
         if removed:
             self._say(
@@ -114,6 +115,14 @@ class MetricsWriter:
                 )
             except OSError as error:
                 self._say(f"warning: {missing(error)}")
+
+    def _tell_damage(self) -> None:
+        """Put on record, once, what is no longer there of the record: a run goes on without."""
+        told = {event.get("text") for event in records.read_events(self.folder, "damaged_record")}
+        for text in records.losses(self.folder, self._after_step):
+            if text not in told:
+                self.event("damaged_record", text=text)
+                self._say(f"warning: {text}")
 
     def describe(
         self,

@@ -22,7 +22,7 @@ from recipes.schema import UserError, as_float
 from recipes.table import table
 from runtime import goodput, status
 from runtime.events import chosen, follow
-from runtime.records import EVENTS, read_events
+from runtime.records import EVENTS, notes, read_events
 from runtime.stop import stop
 
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def show_status(folder: Path, options: argparse.Namespace) -> int:
     """What it does."""
-    print("\n".join(status.describe(status.state_of(folder))))
+    print("\n".join([*status.describe(status.state_of(folder)), *notes(folder)]))
     return FINISHED
 
 
@@ -69,6 +69,7 @@ def show_events(folder: Path, options: argparse.Namespace) -> int:
             f"KIND={strange}: {folder.name} has no such event; it has: {', '.join(known) or 'none'}"
         )
     print("\n".join(chosen(events, kinds)) or f"no event of {folder.name} yet", flush=True)
+    print(*(f"{line}\n" for line in notes(folder)), sep="", end="", flush=True)
     if options.follow and events:
         follow(folder, kinds, seen)
     return FINISHED
@@ -90,6 +91,7 @@ def show_goodput(folder: Path, options: argparse.Namespace) -> int:
         print(head)
         if rows:
             print(table(rows))
+    print(*(f"{line}\n" for line in notes(folder)), sep="", end="")
     return FINISHED
 
 

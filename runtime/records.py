@@ -2,7 +2,8 @@
 
 One rule: a line is whole or it is not there. Lines are appended one by one, each in one write; what
 a killed process left half-written at the end of a file is dropped aloud when the next one opens it,
-and ignored by readers.
+and ignored by readers. Each line ends with a digest of its text. One that was damaged later stays
+where it is, and readers pass it over: it is a record, and no run waits for it; `damage` says so.
 
 Strict JSON knows no NaN and no infinity: a non-finite number is written as null and its field is
 named in an extra field `non_finite`, a list, present only where there is one:
@@ -18,34 +19,31 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from checkpoint import lineage
 from checkpoint.durable import replace_file
 from recipes.redaction import redacted, secret_values
-from recipes.schema import UserError
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
+LEDGER = "ledger/steps.jsonl"  # data.ledger writes it
 RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
 # Fields that every version has written.
 METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "life"), ("time", "kind", "life")
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON value")
-
-
-# One for all lines: json.loads would make one for each, a fifth of its time.
-STRICT = json.JSONDecoder(parse_constant=_refuse)
+LEDGER_HAVE = ("step", "data_step", "samples", "batch_hash", "tokens")
+HAVE = {
+    METRICS: METRICS_HAVE, EVENTS: EVENTS_HAVE, LEDGER: LEDGER_HAVE, DEVICES: (), RANKS: ()
+}  # fmt: skip
 
 
 def strict_line(fields: Mapping[str, Any]) -> str:
-    """`fields` as one line of strict JSON, with its newline; a tensor is a TypeError."""
+    """`fields` as one line of strict JSON, with its digest and newline; a tensor is a TypeError."""
     non_finite: list[str] = []
 
     def plain(value: Any, name: str) -> Any:
@@ -69,7 +67,7 @@ def strict_line(fields: Mapping[str, Any]) -> str:
     record = {name: plain(value, name) for name, value in fields.items()}
     if non_finite:
         record["non_finite"] = non_finite
-    return json.dumps(record, allow_nan=False) + "\n"
+    return lineage.encode(record).decode()
 
 
 def append_line(path: Path, fields: Mapping[str, Any]) -> None:
@@ -105,27 +103,90 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
     return True
 
 
+def make_way(path: Path, say: Callable[[str], None] = print) -> None:
+    """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
+    bad sector. Raises OSError where that does not help."""
+    try:
+        path.read_bytes()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EIO):
+            raise
+        numbers = (n for n in range(1, 10_000) if not Path(f"{path}.before-{n}").exists())
+        kept = Path(f"{path}.before-{next(numbers)}")
+        os.rename(path, kept)
+        say(f"warning: {path} could not be read ({error.strerror}); it is {kept.name} now")
+
+
 def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """All records of a line file, each with the fields `needed`; a half-written last line is
-    ignored, another is a UserError."""
-    if not path.exists():
-        return []
+    """The records of a line file, each with the fields `needed`; damaged lines, and a half-written
+    last one, are passed over."""
+    return [found for _, _, found in _lines(path, needed) if isinstance(found, dict)]
+
+
+def damage(path: Path, needed: Collection[str] = ()) -> str | None:
+    """What is damaged in a line file, for a person; None: nothing."""
+    if path.is_dir():
+        return f"{_shown(path)} is a folder, and what it held is missing here"
+    bad = [(number, found) for number, _, found in _lines(path, needed) if isinstance(found, str)]
+    if not bad:
+        return None
+    several = f"{len(bad)} lines are" if bad[1:] else "a line is"
+    return (
+        f"{_shown(path)}: {several} damaged and left out: what stood there is missing here"
+        f" (line {bad[0][0]}: {bad[0][1]})"
+    )
+
+
+def _shown(path: Path) -> str:
+    return LEDGER if path.name == Path(LEDGER).name else path.name
+
+
+def notes(folder: Path) -> list[str]:
+    """What is damaged in the records of a run, for a person."""
+    return [f"warning: {text}" for text in _damages(folder)]
+
+
+def losses(folder: Path, after_step: int) -> list[str]:
+    """What is damaged or gone of the records of a life that begins after `after_step`."""
+    told, chain = _damages(folder), lineage.lineage_of(folder)
+    for name in (METRICS, LEDGER) if (folder / LEDGER).is_file() else (METRICS,):
+        lines = chain.own(read_lines(folder / name, HAVE[name]))
+        missing = after_step - len({line["step"] for line in lines if line["step"] <= after_step})
+        if missing > 0:
+            told.append(
+                f"{name} lacks {missing} of the steps up to {after_step}: they were trained, and"
+                " their lines are gone"
+            )
+    return told
+
+
+def _damages(folder: Path) -> list[str]:
+    """What is damaged in each file, one line each."""
+    told = (damage(folder / name, needed) for name, needed in HAVE.items())
+    return [text for text in told if text]
+
+
+def _lines(
+    path: Path, needed: Collection[str]
+) -> Iterator[tuple[int, bytes, dict[str, Any] | str]]:
+    """(number, text, record, or what is wrong with it) of each whole line."""
+    if not path.is_file():
+        return
     *whole, _torn = path.read_bytes().split(b"\n")
-    return [read_line(path, f"line {n}", line, needed) for n, line in enumerate(whole, start=1)]
+    for number, line in enumerate(whole, start=1):
+        yield number, line, read_line(line, needed)
 
 
-def read_line(path: Path, where: str, line: bytes, needed: Collection[str] = ()) -> dict[str, Any]:
-    """One record, found in `path` at `where`. Raises UserError where it is none."""
+def read_line(line: bytes, needed: Collection[str] = ()) -> dict[str, Any] | str:
+    """The record of a line, or what is wrong with it."""
     try:
         record = parse_line(line)
     except ValueError as problem:
-        raise UserError(
-            f"{path} {where} is not strict JSON ({problem}); delete that line"
-        ) from None
+        return f"{problem}"
     absent = [name for name in needed if name not in record]
-    if absent:
-        raise UserError(f"{path} {where} has no {', '.join(absent)}; delete that line")
-    return record
+    return f"it has no {', '.join(absent)}" if absent else record
 
 
 def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -139,18 +200,27 @@ def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[
     except OSError:
         return []
     _before, *whole = (b"\n" * (size <= TAIL_BYTES) + tail).split(b"\n")[:-1] or [b""]
-    found = []
-    for line in reversed(whole[-most:]):
-        try:
-            found.append(read_line(path, "near its end", line, needed))
-        except UserError:
+    found: list[dict[str, Any]] = []
+    for line in reversed(whole):
+        if len(found) == most:
             break
+        record = read_line(line, needed)
+        if isinstance(record, dict):
+            found.append(record)
     return found[::-1]
 
 
 def parse_line(line: str | bytes) -> dict[str, Any]:
-    """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError."""
-    record = STRICT.decode(line if isinstance(line, str) else line.decode())
+    """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError; and
+    so is a text that differs from its digest, where it has one (older lines have none)."""
+    text = line.encode() if isinstance(line, str) else line
+    if lineage.has_digest(text):
+        return lineage.decode(text.removesuffix(b"\n"))
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON value")
+
+    record = json.loads(line, parse_constant=refuse)
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} is no record")
     return record
@@ -158,17 +228,21 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
 
 def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[str, Any]]]:
     """Remove the lines of `segment` past `step` from a metrics file, atomically; how many they
-    were, and all others.
+    were, and the records of all others. A damaged line stays.
 
     A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
     stays unique.
     """
-    records = read_lines(path, METRICS_HAVE)
-    kept = [record for record in records if record["segment"] != segment or record["step"] <= step]
-    if len(kept) == len(records):
-        return 0, kept
-    replace_file(path, "".join(map(strict_line, kept)).encode())
-    return len(records) - len(kept), kept
+    every = list(_lines(path, METRICS_HAVE))
+    is_past = [
+        isinstance(found, dict) and found["segment"] == segment and found["step"] > step
+        for _, _, found in every
+    ]
+    if any(is_past):
+        texts = (line for (_, line, _), gone in zip(every, is_past, strict=True) if not gone)
+        replace_file(path, b"".join(line + b"\n" for line in texts))
+    kept = zip((found for _, _, found in every), is_past, strict=True)
+    return sum(is_past), [one for one, gone in kept if not gone and isinstance(one, dict)]
 
 
 def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]:

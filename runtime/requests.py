@@ -13,6 +13,7 @@ at once (143 for SIGTERM). Imports torch only to send. Units: seconds.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -24,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.exits import FINISHED, REQUEUE
+from recipes.exits import FINISHED, INTERRUPTED, REQUEUE
 
 REQUEST = "stop.request"
 BETWEEN_LIVES = "asked between two lives"  # reason of an end that no rank took part in
-INTERRUPTED = 130
 EARLY = "interrupted before the start; nothing is lost\n"
 LOOK_EVERY_S = 1.0  # at the request; on a network file system a look takes a message
 # One request may come twice: to this process by a signal of its own and through its launcher.
@@ -172,7 +172,8 @@ def read_request(run_folder: Path) -> dict[str, Any] | None:
 
 def forget(run_folder: Path) -> None:
     """Take a request away."""
-    (run_folder / REQUEST).unlink(missing_ok=True)
+    with contextlib.suppress(IsADirectoryError):  # a folder asks for nothing
+        (run_folder / REQUEST).unlink(missing_ok=True)
 
 
 REQUESTS = Requests()

@@ -17,12 +17,26 @@ from typing import Any
 
 from checkpoint.blocks import Damaged
 from checkpoint.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
-from checkpoint.lineage import MARK, lineage_of, read
-from checkpoint.manifest import committed, none_is_whole, read_manifest, size_problems
+from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
+from checkpoint.manifest import (
+    all_committed,
+    committed,
+    none_is_whole,
+    read_manifest,
+    size_problems,
+)
 from checkpoint.resume import Change, check_resume
 from checkpoint.state import RunState
 from recipes.schema import Data, Recipe, UserError
-from runtime.records import read_events
+from runtime.records import (
+    EVENTS,
+    EVENTS_HAVE,
+    METRICS,
+    METRICS_HAVE,
+    damage,
+    last_lines,
+    read_events,
+)
 
 
 @dataclass(frozen=True)
@@ -91,10 +105,25 @@ def standing(
             f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
             " name, or remove it"
         )
+    refuse_lost_segments(folder)
     state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
     return Standing(False, state.step, compare(state, recipe, data_state, past, read(folder)))
+
+
+def refuse_lost_segments(folder: Path) -> None:
+    """Raise UserError where a segment has left traces and no line in the history: without it the
+    run would go on in another lineage, and train on what was left out."""
+    known = len(segments(read(folder)))
+    seen = [segment for _, segment, _ in all_committed(folder / "checkpoints")]
+    seen += [line["segment"] for line in last_lines(folder / METRICS, 1, METRICS_HAVE)]
+    if max(seen, default=0) >= max(known, 1):
+        raise UserError(
+            f"run={folder.name}: segment {max(seen)} has left checkpoints or steps, and no line in"
+            f" {folder / FILE}. The run's lineage hangs on that: put the file back from a copy, or"
+            " start from step 0 with resume=fresh"
+        )
 
 
 def newest_state(folder: Path, last_step: int) -> RunState | None:
@@ -110,15 +139,22 @@ def newest_state(folder: Path, last_step: int) -> RunState | None:
         try:
             manifest = read_manifest(path)
             problems = size_problems(path, manifest) if manifest.step >= last_step else []
-        except Damaged as damage:
-            problems = damage.problems
+        except Damaged as error:
+            problems = error.problems
         if not problems:
             return read_state(manifest.state, path)
         damaged.append((path, problems))  # said aloud when the older one is loaded
     if damaged:
         raise none_is_whole(damaged)
     current = lineage_of(folder)
-    saved = [event["step"] for event in current.own(read_events(folder, "saved"))]
+    saves = [event for event in read_events(folder, "saved") if "step" in event]
+    saved = [event["step"] for event in current.own(saves)]
+    if not saved and (unknown := damage(folder / EVENTS, EVENTS_HAVE)):
+        raise UserError(
+            f"run={folder.name}: {checkpoints} has no checkpoint, and whether one was saved is not"
+            f" known: {unknown}. Put them back, delete the line if nothing was saved, or start from"
+            " step 0 with resume=fresh"
+        )
     if saved or current.after:  # a branch has saved nothing itself
         raise UserError(
             f"run={folder.name}: a checkpoint of step {saved[-1] if saved else current.after} was"

@@ -64,7 +64,8 @@ def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fre
     try:
         return _open_folder(folder, documents, is_fresh)
     except OSError as error:
-        raise UserError(f"run={folder.name}: {error.filename}: {error.strerror}") from None
+        path = error.filename2 or error.filename
+        raise UserError(f"run={folder.name}: {path}: {error.strerror}") from None
 
 
 def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lease:

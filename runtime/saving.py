@@ -189,7 +189,7 @@ class Saver:
                 time.sleep(POLL_S)
                 if ending := asked():
                     return self._report.problem, ending
-            self._begin(step, health, time.perf_counter())
+            self._begin(step, health, time.perf_counter(), again=True)
 
     def _settle(self) -> str | None:
         """Wait for the save in flight; why it is still in flight, or None, on all ranks."""
@@ -305,8 +305,8 @@ class Saver:
         text = f"a save every {pace.interval} steps from step {step} on (checkpoint.interval=auto)"
         self.tell(Note("interval", text, facts))
 
-    def _begin(self, step: int, health: dict[str, Any], began: float) -> None:
-        """Save, or begin to."""
+    def _begin(self, step: int, health: dict[str, Any], began: float, again: bool = False) -> None:
+        """Save, or begin to; `again` after a failure."""
         self._state = self._state_after(step, health)
         arguments = (self.folder, step, self.engine.fragments(), self._state.as_dict())
         options = dict(
@@ -314,6 +314,7 @@ class Saver:
             keep=Keep(newest=self.wanted.keep, every=self.wanted.keep_every),
             fence=self.lease,
             verify=self.wanted.verify,
+            again=again,
             sync_record=self.sync_record,
         )
         if self.background:

@@ -124,7 +124,7 @@ def next_command(state: State) -> list[str]:
     what = "the same command again"
     if "gave_up" in kinds[-2:]:
         what = f"mend what the reason names (docs/troubleshooting.md); then {what}"
-    recipe = (state.folder / "recipe.yaml").read_text()
+    recipe = recipe_of(state.folder)
     folder = state.folder
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     words = f"make pretrain RECIPE={folder}/recipe.yaml"
@@ -192,8 +192,13 @@ def of_steps(state: State) -> str:
 
 def total_steps(folder: Path) -> int | None:
     """Steps of the run as its recipe counts them; None where it counts tokens."""
-    found = re.search(r"^steps: (\d+)$", (folder / "recipe.yaml").read_text(), re.M)
+    found = re.search(r"^steps: (\d+)$", recipe_of(folder), re.M)
     return int(found[1]) if found else None
+
+
+def recipe_of(folder: Path) -> str:
+    """The recipe's text, whatever became of it."""
+    return (folder / "recipe.yaml").read_text(errors="replace")
 
 
 def world_of(folder: Path) -> int | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import stat
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+from clones import background
+from ranks import PATIENCE, ROOT
 
 from recipes.compose import compose
 from recipes.schema import Alerts as Knobs
@@ -69,11 +73,35 @@ def test_no_command_outlives_the_run_however_many_alerts_wait(tmp_path):
         alert("roll_back", "x")
     alert.close()
     for pid in pids.read_text().split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+        assert eventually(lambda pid=pid: not Path("/proc", pid).exists())
     failed = [fields["reason"] for kind, fields in events if kind == "alert_failed"]
     assert len(failed) == 4
     assert failed[-1] == "the run ended before it was told"
+
+
+def test_no_command_outlives_a_run_that_was_killed(tmp_path):
+    pids = tmp_path / "pids"
+    command = program(tmp_path, f'sleep 600 &\necho $$ $! > "{pids}.new"; mv "{pids}.new" "{pids}"'
+                                "\nsleep 600; exit")  # fmt: skip
+    code = (
+        "import time; from recipes.schema import Alerts as Knobs;"
+        "from runtime.alerts import Alerts;"
+        f"Alerts('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
+        "time.sleep(600)"
+    )
+    run = background(ROOT, [sys.executable, "-c", code])
+    assert eventually(pids.exists)
+    run.kill()
+    run.wait()
+    for pid in pids.read_text().split():
+        assert eventually(lambda pid=pid: not Path("/proc", pid).exists())
+
+
+def eventually(is_so, within_s: float = 20) -> bool:
+    deadline = time.monotonic() + within_s * PATIENCE
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
 
 
 def test_a_command_that_is_not_there_is_an_event():
@@ -97,7 +125,12 @@ def test_a_command_that_is_no_list_or_holds_a_secret_is_refused():
         compose("tiny", ["alerts.command=mail", "alerts.timeout_s=0"])
     assert "is not a list of words" in str(refused.value)
     assert "alerts.timeout_s=0" in str(refused.value)
-    with pytest.raises(UserError, match="looks like a secret"):
-        compose("tiny", ["alerts.command=[curl,--token,abcdefgh]"])
+    for words in (
+        "--token,abcdefgh",
+        "-u,me:abcdefgh",
+        "'https://hooks.slack.com/services/T012AB3CD/B01/abcdefgh'",
+    ):
+        with pytest.raises(UserError, match="looks like a secret"):
+            compose("tiny", [f"alerts.command=[curl,{words}]"])
     with pytest.raises(UserError, match=r"health.tolerant=200 is more than health.window=100"):
         compose("tiny", ["health.tolerant=200", "health.window=100"])

@@ -15,6 +15,8 @@ from ranks import ROOT, run_ranks
 from test_storage import blank, cut_flat, full_tensors
 from threads import Killed, run_threads
 
+from checkpoint import commit
+from checkpoint.blocks import Damaged
 from checkpoint.choose import Keep, verify
 from checkpoint.commit import due, save
 from checkpoint.manifest import committed, read_manifest
@@ -72,6 +74,23 @@ def test_a_save_is_loaded_by_the_same_and_by_other_numbers_of_ranks(tmp_path):
         assert results[0].state == {"step": 7}
         assert (results[0].local is None) == (world != WORLD)
         assert results[0].damaged == []
+
+
+def test_a_save_that_could_not_be_read_back_is_made_again(tmp_path, monkeypatch):
+    real, tries = commit.check_rank, []
+
+    def unread(folder, rank, files, depth):
+        tries.append(rank)
+        if rank == 1 and tries.count(1) == 1:
+            raise Damaged("a block differs from its digest")
+        real(folder, rank, files, depth)
+
+    monkeypatch.setattr(commit, "check_rank", unread)
+    assert "a block differs" in save_on_all(tmp_path, 7)[0].problem
+    assert "saved already" in save_on_all(tmp_path, 7)[0].problem
+    assert all(report.ok for report in save_on_all(tmp_path, 7, again=True))
+    assert steps(tmp_path) == [7]
+    assert (tmp_path / "checkpoints" / "step-00000007.damaged-1").is_dir()
 
 
 def test_a_run_without_a_checkpoint_loads_nothing(tmp_path):

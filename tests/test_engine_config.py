@@ -257,7 +257,7 @@ def test_values_of_the_wrong_type_or_range_are_refused():
         ("ds.zero_optimization.stage3_module_granularity_threshold=9", "leaf_module.classes"),
         ("ds.zero_optimization.leaf_module.names=[x]", "leaf_module.classes"),
         ("ds.bf16.check_grad_overflow=false", "health.max_skips"),
-        ("ds.comms_logger.enabled=false", "metrics.jsonl"),
+        ("ds.comms_logger.enabled=true", "metrics.jsonl"),
         ("ds.dump_state=true", "ds_config.json"),
         ("ds.aio.block_size=4096", "device=cpu"),
         ("ds.zero_optimization.offload_optimizer.nvme_path=/tmp", "device=cpu"),

@@ -73,12 +73,18 @@ def test_a_torn_last_line_is_ignored_and_cut_before_the_next_append(tmp_path):
     assert path.read_bytes() == whole
 
 
-def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
-    (tmp_path / STEPS_FILE).write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"steps.jsonl:2: expected a line of JSON"):
-        list(read_ledger(tmp_path))
-    with pytest.raises(UserError, match=r"steps.jsonl:2"):
-        Ledger(tmp_path, after_step=2)
+def test_a_damaged_line_is_passed_over_and_stays(tmp_path):
+    ledger = Ledger(tmp_path)
+    for step in (1, 2, 3, 4):
+        append(ledger, step)
+    ledger.close()
+    path = tmp_path / STEPS_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"step": 2', b'"stop": 2'))
+    assert [line["step"] for line in read_ledger(tmp_path)] == [1, 3, 4]
+    Ledger(tmp_path, after_step=3).close()
+    assert [line["step"] for line in read_ledger(tmp_path)] == [1, 3]
+    assert path.read_bytes().count(b"\n") == 3
 
 
 def test_a_missing_ledger_is_refused(tmp_path):

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from data.schedule import schedule_of
+from launch import local
 from parallel.layout import solve
 from recipes.compose import GROUPS, RECIPES, compose, dishes, ingredients
+from recipes.schema import UserError
 from runtime.engine_config import load_preset
 from runtime.settle import settle
 
@@ -78,3 +80,14 @@ def test_every_ingredient_composes_and_says_what_it_is(group):
         composed = compose("tiny", [f"{group}={name}", *extra])
         assert f"recipes/{group}/{name}.yaml" in composed.origins.values()
         assert (RECIPES / group / f"{name}.yaml").read_text().startswith("# ")
+
+
+def test_a_wrong_knob_hides_neither_ds_keys_nor_corpora():
+    corpus = ["data.sources.own.corpus=no/where", "data.sources.own.weight=1"]
+    for words, first in ((["steps=0", "ds.typo=1"], "steps=0"), (["micro_batch=3"], "batch_tok")):
+        with pytest.raises(UserError) as refusal:
+            local.check(["recipe=tiny", *words, *corpus], 1)
+        problems = refusal.value.problems
+        assert problems[0].startswith(first)
+        assert "no/where has no manifest.json" in problems[-1]
+        assert len(problems) == len(words) + 1

@@ -160,7 +160,23 @@ def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
 def test_a_damaged_line_of_the_record_is_a_refusal(run):
     shutil.rmtree(run / "checkpoints")
     (run / "events.jsonl").write_text('{"kind": "saved", "time": 1.0, "life": 1}\nnot json\n')
-    with pytest.raises(UserError, match=r"events\.jsonl line 2"):
+    with pytest.raises(UserError, match=r"events\.jsonl: a line is damaged.*\(line 2: .*fresh"):
+        stands(run)
+
+
+def test_a_history_that_lost_the_line_of_a_segment_is_refused(run):
+    """Its skips would be trained on."""
+    history.begin(run, None)
+    before = (run / "history.jsonl").read_bytes()
+    history.rewind(run, 2, (2, 3), "spike")
+    save_step(run, 3, {**DATA, "past": past(3)}, segment=1)
+    stands(run)
+    (run / "history.jsonl").write_bytes(before)
+    with pytest.raises(UserError, match=r"segment 1 has left .* no line in .*history\.jsonl"):
+        stands(run)
+    (run / "history.jsonl").unlink()
+    (run / "history.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"history\.jsonl is a folder"):
         stands(run)
 
 

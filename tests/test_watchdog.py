@@ -263,6 +263,25 @@ def test_ranks_that_beat_and_end_well_are_left_alone(tmp_path):
     assert [(end.phase, end.step) for end in ends] == [("save", 7)] * 2
 
 
+def test_a_rank_that_the_kernel_cannot_end_is_named_and_counts_as_lost(tmp_path, monkeypatch):
+    """One in a driver or a file system that does not answer; here its SIGKILL gets lost."""
+    monkeypatch.setattr("launch.ranks.UNENDING_S", 0.5)
+    environments = [environment(RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    code = "import os, time; os.environ['RANK'] == '1' and os._exit(3); time.sleep(1000)"
+    ranks = Ranks([sys.executable, "-c", code], environments, tmp_path, lambda *_: None)
+    stuck, real = ranks._processes[0].pid, os.killpg
+    monkeypatch.setattr(os, "killpg", lambda pid, number: pid == stuck or real(pid, number))
+    try:
+        failed, lost = ranks.wait()
+    finally:
+        real(stuck, signal.SIGKILL)
+    assert (failed.rank, failed.status, failed.is_lost) == (1, 3, False)
+    assert (lost.rank, lost.status, lost.is_lost, lost.was_stopped) == (0, -9, True, True)
+    assert f"process {stuck} on " in lost.last[0]
+    assert "does not end after SIGKILL (state S" in lost.last[0]
+    assert exit_status([failed, lost]) == 3
+
+
 def test_ranks_that_have_not_begun_to_train_get_little_time_to_end(tmp_path, monkeypatch):
     """A rank may wait for others in C, where it hears no signal; nothing is lost with it."""
     monkeypatch.setattr("launch.ranks.START_GRACE_S", 0.2)
