@@ -22,7 +22,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,15 @@ def segment_folder(run_folder: Path, segment: int) -> Path:
 
 
 class EventFiles:
-    """The event file of one life of one segment, which goes on from `after_step`."""
+    """The event file of one life of one segment, which goes on from `after_step`.
 
-    def __init__(self, folder: Path, *, life: int, after_step: int):
+    It is a view: a disk that takes no more costs points, which `say` tells once, and no run.
+    """
+
+    def __init__(
+        self, folder: Path, *, life: int, after_step: int, say: Callable[[str], None] = print
+    ):
+        self._say, self._is_told = say, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _next_name(folder, life)
         self._writer = RecordWriter(open(path, "xb"))  # noqa: SIM115 - RecordWriter closes it
@@ -168,7 +174,7 @@ class EventFiles:
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(event_pb2.Event(session_log=start, step=after_step + 1))
-        self._writer.flush()
+        self._attempt(self._writer.flush)
 
     def scalars(self, step: int, line: Mapping[str, Any]) -> None:
         """Write the series of one metrics line; a field that is missing or None has no point."""
@@ -282,7 +288,7 @@ class EventFiles:
 
     def close(self) -> None:
         """Close the file; nothing is pending, each call above has handed over what it wrote."""
-        self._writer.close()
+        self._attempt(self._writer.close)
 
     def _scalar(self, tag: str, number: float, meaning: str):
         # The older of the two encodings: every reader knows it, and TensorBoard's EventAccumulator
@@ -317,11 +323,25 @@ class EventFiles:
 
     def _summary(self, step: int, values: list) -> None:
         self._write(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
-        self._writer.flush()
+        self._attempt(self._writer.flush)
 
     def _write(self, event) -> None:
         event.wall_time = time.time()
-        self._writer.write(event.SerializeToString())
+        self._attempt(lambda: self._writer.write(event.SerializeToString()))
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        # Python's buffer keeps whole records that were not taken, for the next attempt.
+        try:
+            act()
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                self._say(f"warning: {missing(error)}")
+
+
+def missing(error: OSError) -> str:
+    """What an event file that cannot be written means."""
+    return f"TensorBoard gets no points: {error}; metrics.jsonl has them all"
 
 
 def _next_name(folder: Path, life: int) -> str:

@@ -106,10 +106,15 @@ class MetricsWriter:
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
-            from runtime.event_files import EventFiles, segment_folder  # 0.3 s to import
+            from runtime.event_files import EventFiles, missing, segment_folder  # 0.3 s to import
 
             where = segment_folder(self.folder, self.segment)
-            self._events = EventFiles(where, life=self.life, after_step=after_step)
+            try:
+                self._events = EventFiles(
+                    where, life=self.life, after_step=after_step, say=self._say
+                )
+            except OSError as error:
+                self._say(f"warning: {missing(error)}")
 
     def _tell_damage(self) -> None:
         """Put on record, once, what is no longer there of the record: a run goes on without."""

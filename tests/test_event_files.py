@@ -1,5 +1,7 @@
 """runtime.event_files: read back with TensorBoard's own readers."""
 
+import errno
+import io
 import math
 import re
 
@@ -14,6 +16,7 @@ from runtime import event_files
 from runtime.clock import StepTimes
 from runtime.event_files import FAMILIES, ONLY_WHEN_ANY, PAGE, RESULTS, SERIES, segment_folder
 from runtime.metrics import MetricsWriter
+from runtime.records import read_metrics
 
 
 def train(folder, first, last, *, after_step, loss_offset=0.0, tokens_of=lambda step: 100, **given):
@@ -140,6 +143,42 @@ def test_a_killed_run_loses_no_step(tmp_path):
     writer = train(folder, 1, 4, after_step=0)
     assert list(points(read(folder), "loss/train")) == [1, 2, 3, 4]
     writer.close()
+
+
+def test_a_disk_that_takes_no_points_for_a_while_costs_nothing_but_a_line(tmp_path):
+    class Full(io.FileIO):
+        is_full = False
+
+        def write(self, data):
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    told = []
+    files = event_files.EventFiles(tmp_path / "one", life=1, after_step=0, say=told.append)
+    [path] = (tmp_path / "one").iterdir()
+    disk = Full(path, "a")
+    files._writer = event_files.RecordWriter(io.BufferedWriter(disk))
+    for step in range(1, 6):
+        disk.is_full = step in (2, 3)
+        files.scalars(step, {"loss": step})
+    assert len(told) == 1
+    assert "TensorBoard gets no points: [Errno 28]" in told[0]
+    shown = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    assert list(points(shown, "loss/train")) == [1, 2, 3, 4, 5]
+    disk.is_full = True
+    files.scalars(6, {"loss": 6})
+    files.close()
+
+
+def test_where_no_event_file_can_be_made_the_record_is_kept_all_the_same(tmp_path):
+    told, folder = [], tmp_path / "run"
+    folder.mkdir()
+    (folder / "tensorboard").write_text("no folder")
+    train(folder, 1, 3, after_step=0, say=told.append).finish()
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
+    assert len(told) == 1
+    assert "TensorBoard gets no points" in told[0]
 
 
 def test_only_one_event_file_is_written_per_life_and_segment(tmp_path):
