@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import network
-from launch.environment import looks_secret
 from launch.hostfile import Host, is_host_name, plain
+from recipes.redaction import redacted
 from recipes.schema import UserError
 
 WAYS = ("ssh", "pdsh", "srun")
@@ -90,7 +90,8 @@ def _ssh(node: int, name: str, root: Path, ssh: str) -> Carrier:
 
 
 def _pdsh(hosts: Sequence[Host], root: Path, order: dict[str, Any], ssh: str) -> Carrier:
-    secrets = [name for name in order.get("environment", {}) if looks_secret(name)]
+    environment = order.get("environment", {})
+    secrets = [name for name, value in redacted(environment).items() if value != environment[name]]
     if secrets:
         raise UserError(
             f"PASS: {', '.join(secrets)} would show in the process lists of all hosts, because pdsh"

@@ -32,7 +32,7 @@ BLAMED = ("lost_host", "hung", "killed", "unfit")
 @dataclass
 class Fleet:
     """Hosts of one run. `note(host, state, **facts)` puts a change on record; `resize(hosts)`
-    raises UserError where the run cannot do with so many."""
+    raises UserError where the run cannot do with so many; `tell(kind, text)` tells people."""
 
     cluster: Cluster  # those that train, in order of their ranks
     spares: list[Host]
@@ -44,6 +44,7 @@ class Fleet:
     resize: Callable[[int], None]
     say: Callable[[str], None]
     pause: Callable[[float], None] = time.sleep
+    tell: Callable[[str, str], None] = lambda kind, text: None
     plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Fleet:
 
         `unfit` are hosts that have been found so already.
         """
-        until = time.monotonic() + self.rules.wait_s
+        until, is_told = time.monotonic() + self.rules.wait_s, False
         while True:
             try:
                 self.plan, self.facts = preflight(
@@ -100,7 +101,11 @@ class Fleet:
                 if wrong:
                     who = names([host.name for host in wrong])
                     what = f"{who}: not fit, and no spare is left"
-                self.say(f"{what}; trying again for {left_s:.0f} s (restart.wait_s)")
+                what += f"; trying again for {left_s:.0f} s (restart.wait_s)"
+                self.say(what)
+                if not is_told:
+                    self.tell("waiting", what)
+                is_told = True
             self.pause(AGAIN_S)
             self.facts = {}
             unfit.clear()  # spares may have come back as well

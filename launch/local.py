@@ -12,6 +12,7 @@ run's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
@@ -19,7 +20,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from recipes.compose import compose_command
 from recipes.exits import FAILED
 from recipes.output import make_lossy
 from recipes.schema import Recipe, UserError, read_ranks
+from runtime.alerts import Alerts
 from runtime.book import Book
 from runtime.bundle import write_bundle
 from runtime.engine_check import confirm
@@ -141,7 +143,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
 
     forget(folder)  # what a life that is over was asked
     facts = functools.partial(host_facts, os.environ)
-    with start.signals() as asked:
+    with start.signals() as asked, alerts_of(recipe, book) as tell:
         return supervise(
             mend,
             book,
@@ -149,6 +151,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             asked,
             lambda why: keep(book, why, facts(), os.environ),
             0.0 if once else recipe.restart.wait_s,
+            tell,
         )
 
 
@@ -198,7 +201,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     book = Book(ROOT / "runs" / recipe.run, job)
     forget(book.folder)
     rules = replace(recipe.restart, lives=0) if once else recipe.restart
-    with start.signals() as asked:
+    with start.signals() as asked, alerts_of(recipe, book) as tell:
         fleet = Fleet(
             place.cluster,
             list(place.spares),
@@ -209,6 +212,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             book.note,
             lambda hosts: check(words, per_host * hosts, is_running=True),
             say,
+            tell=tell,
         )
 
         def mend(life: Life | None, lived: Lived | None) -> Start:
@@ -238,12 +242,23 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             return supervise(
                 mend, book, budget, asked,
                 lambda why: keep(book, why, fleet.facts, os.environ),
-                0.0 if once else rules.wait_s,
+                0.0 if once else rules.wait_s, tell,
             )  # fmt: skip
 
 
+@contextlib.contextmanager
+def alerts_of(recipe: Recipe, book: Book) -> Iterator[Callable[[str, str], None]]:
+    """How the launcher tells people of what ranks that are gone cannot."""
+    alerts = Alerts(recipe.run, recipe.alerts, book.event, say)
+    try:
+        yield lambda kind, text: alerts.pass_on(kind, f"{recipe.run}: {text}")
+    finally:
+        alerts.close()
+
+
 def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """A bundle of a run that is given up; None where it has no folder, or the disk is full.
+    """A bundle of a run that is given up; None where it has no folder, or the disk is full. Puts
+    the end on record.
 
     `hosts` are facts by host; variables go in by the allow-list of launch.environment.
     """
@@ -254,9 +269,12 @@ def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, s
         "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
     }
     try:
-        return write_bundle(book.folder, book.name(), known)
+        made = write_bundle(book.folder, book.name(), known)
     except OSError:
-        return None
+        made = None
+    shown = str(made.relative_to(book.folder)) if made else None
+    book.event("gave_up", reason=why, bundle=shown)
+    return made
 
 
 def say(line: str) -> None:

@@ -15,10 +15,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.exits import DO_NOT_RETRY, FINISHED, REQUEUE, REWOUND
+from recipes.exits import DO_NOT_RETRY, FINISHED, INTERRUPTED, REQUEUE, REWOUND
 
 # All ranks agree on these; whoever has another status failed by itself.
-AGREED = (FINISHED, REQUEUE, REWOUND)
+AGREED = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound", INTERRUPTED: "stopped"}
 # Signals that take a run's place away.
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A killed rank is the cause even where the news of a rank that missed it came first.
@@ -83,10 +83,12 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
             return status
     if is_requeue(ends, stopped_by):
         return REQUEUE
-    if is_rewound(ends):
+    if is_led(ends, REWOUND):
         return REWOUND
     if stopped_by is not None:
         return 128 + stopped_by
+    if is_led(ends, INTERRUPTED):
+        return INTERRUPTED
     first = first_failure(ends)
     if first is None:
         return 1
@@ -111,20 +113,19 @@ def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
     )
 
 
-def is_rewound(ends: Sequence[End]) -> bool:
-    """Whether the first rank that ended left because the run was taken back: what ranks that lost
-    it say is then a consequence."""
-    first = min(ends, key=lambda end: (end.after_s, end.status != REWOUND), default=None)
+def is_led(ends: Sequence[End], status: int) -> bool:
+    """Whether the first rank that ended left with `status`, because the run was taken back or on
+    Ctrl-C of its own: what ranks that lost it say is then a consequence."""
+    first = min(ends, key=lambda end: (end.after_s, end.status != status), default=None)
     bad = any(end.status in (DO_NOT_RETRY, REQUEUE) or end.hung for end in ends)
-    return first is not None and first.status == REWOUND and not bad
+    return first is not None and first.status == status and not bad
 
 
 def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
     """One word for how a life ended, as its line in events.jsonl has it."""
     status = exit_status(ends, stopped_by)
-    agreed = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound"}
-    if status in agreed:
-        return agreed[status]
+    if status in AGREED:
+        return AGREED[status]
     first = first_failure(ends)
     if stopped_by is not None:
         return "stopped"

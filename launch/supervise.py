@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.budget import Budget, Life
-from launch.outcome import End, cause_of, first_failure
+from launch.outcome import End, cause_of, explain, first_failure
 from launch.screen import Screen
 from launch.start import Asked, Lived
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
@@ -53,6 +53,9 @@ class Book(Protocol):
     def stop_is_asked(self) -> bool:
         """Whether `make stop` asked for the end; the request is then carried out."""
 
+    def has_told(self) -> bool:
+        """Whether the newest life itself said why it is the last one, and left a bundle."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -69,13 +72,24 @@ def supervise(
     asked: Asked,
     bundle: Callable[[str], Path | None],
     patience_s: float = 0.0,
+    tell: Callable[[str, str], None] = lambda kind, text: None,
 ) -> int:
     """Live until there is an end; returns the exit status.
 
     `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
     where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
-    run is given up; for `patience_s` it waits for a record that cannot be written.
+    run is given up; for `patience_s` it waits for a record that cannot be written. People are told
+    by `tell(kind, text)`, which returns at once.
     """
+
+    def give_up(why: str) -> int:
+        """Say why the run is not started again, and where everything about it lies."""
+        folder = bundle(why)
+        text = f"stopped for good: {why}{f'; see {folder}' if folder else ''}"
+        print(text, file=sys.stderr, flush=True)
+        tell("gave_up", text)
+        return DO_NOT_RETRY
+
     life: Life | None = None
     lived: Lived | None = None
     has_begun, family = book.has_begun(), book.new_launch()
@@ -89,7 +103,7 @@ def supervise(
         except UserError as error:
             if life is None:
                 raise
-            return give_up("; ".join(error.problems), bundle)
+            return give_up("; ".join(error.problems))
         book.attend()
         launch = book.new_launch()
         screen = Screen(start.num_ranks)
@@ -102,18 +116,23 @@ def supervise(
             lived = not_started(error)
         status = screen.finish(lived.ends, asked.first)
         book.attend()
-        await_record(book, asked, patience_s)
+        await_record(book, asked, patience_s, tell)
         life, line = written_down(book, lived, status, asked, launch, has_begun, before)
         has_begun = has_begun or life.has_begun
         verdict = budget.judge(life)
         if verdict.is_final:
-            return give_up(verdict.why, bundle)
+            return give_up(verdict.why)
         if not verdict.again:
-            return verdict.status
+            # It had begun: nobody refused it, it ended for good by itself.
+            is_given_up = life.cause == "refused" and life.has_begun and not book.has_told()
+            return give_up(reason(lived, start.num_ranks)) if is_given_up else verdict.status
         saved = (line or {}).get("saved_step") or book.place()[2]
         whence = f"checkpoint step {saved}" if saved else "step 0"
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
-        say(f"{verdict.why}; going on from {whence}{when} (Ctrl-C ends the run)")
+        text = f"{verdict.why}; going on from {whence}{when}"
+        say(f"{text} (Ctrl-C ends the run)")
+        if life.cause not in ("rewound", "refused"):  # told by the life itself, or soon over
+            tell("restart", text)
         status = rest(verdict.wait_s, asked, book)
         if status is not None:
             return status
@@ -126,13 +145,17 @@ def not_started(error: OSError | UserError) -> Lived:
     return Lived([End(rank=0, status=FAILED, after_s=0.0, last=last)], now, now, 0.0)
 
 
-def await_record(book: Book, asked: Asked, patience_s: float) -> None:
+def await_record(
+    book: Book, asked: Asked, patience_s: float, tell: Callable[[str, str], None]
+) -> None:
     """Wait until what happened can be put on record: a full disk is emptied by somebody, a file
     system comes back; the lives that it would cost are worth more. A signal breaks it off."""
     until, told = time.monotonic() + patience_s, None
     while asked.first is None and time.monotonic() < until and (trouble := book.trouble()):
         if trouble != told:
-            say(f"{trouble}; waiting up to {patience_s:.0f} s for that to change (restart.wait_s)")
+            text = f"{trouble}; waiting up to {patience_s:.0f} s for that to change"
+            say(f"{text} (restart.wait_s)")
+            tell("waiting", text)
             told = trouble
         time.sleep(LOOK_S)
 
@@ -175,12 +198,10 @@ def asked_status(number: int) -> int:
     return 128 + number if number == signal.SIGINT else REQUEUE
 
 
-def give_up(why: str, bundle: Callable[[str], Path | None]) -> int:
-    """Say why the run is not started again, and where everything about it lies."""
-    folder = bundle(why)
-    where = f"; see {folder}" if folder else ""
-    print(f"stopped for good: {why}{where}", file=sys.stderr, flush=True)
-    return DO_NOT_RETRY
+def reason(lived: Lived, num_ranks: int) -> str:
+    """Why a life ended for good, in its own words."""
+    words = (line.removeprefix("refused: ") for line in explain(lived.ends, num_ranks))
+    return "; ".join(words)
 
 
 def rest(seconds: float, asked: Asked, book: Book) -> int | None:

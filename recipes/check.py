@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.redaction import redacted
+from recipes.redaction import redact, redacted
 from recipes.rules import RULES, WARNINGS
 from recipes.schema import (
     FP16,
@@ -368,7 +368,8 @@ def _command(value: Any) -> tuple[str, ...]:
         isinstance(word, str) and word and "\0" not in word for word in value
     ):
         raise ValueError("is not a list of words, such as [/usr/local/bin/page,on-call]")
-    if redacted(value) != list(value):
+    line = " ".join(value)
+    if redacted(value) != list(value) or redact(line) != line:
         raise ValueError(
             "holds what looks like a secret, which process lists show; let the program read it from"
             " a file"

@@ -2,11 +2,12 @@
 
 The one rule, for the run and for every other verb: 0 = done, and what was looked at is as it should
 be; 93 = refused, as it was asked it cannot be; 1 = it broke off, or found what should not be
-(damage, a difference). A run has two more. `make` turns every failure into its own 2.
+(damage, a difference); 130 = Ctrl-C. A run has two more. `make` turns every failure into its own 2.
 """
 
 FINISHED = 0  # or stopped on request
 FAILED = 1  # any status not named here asks for another start of the same command
 REQUEUE = 75  # preempted, state saved: start it again when there is room (EX_TEMPFAIL)
 REWOUND = 76  # the health policy took the run back: start it again at once
+INTERRUPTED = 130  # Ctrl-C, or SIGINT to any rank; what there was to save is saved
 DO_NOT_RETRY = 93  # refused, or stopped for good: another start would end alike

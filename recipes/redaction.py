@@ -19,33 +19,52 @@ MASK = "***"
 # Shorter values of variables would be found inside innocent words.
 SHORTEST = 6
 WORDS = {
-    "token", "secret", "secrets", "password", "passwd", "passphrase", "credential",
-    "credentials", "apikey", "accesskey", "privatekey", "authtoken", "auth", "authorization",
-    "bearer", "cookie", "private",
+    "token", "secret", "password", "passwd", "passphrase", "credential", "apikey", "accesskey",
+    "privatekey", "authtoken", "auth", "authorization", "bearer", "cookie", "private",
 }  # fmt: skip
+ENDS = ("password", "passwd", "secret", "apikey")  # PGPASSWORD
+# As the last word of a variable: DB_PASS, MYSQL_PWD, GITHUB_PAT; `forward_pass` and PWD are none.
+OF_VARIABLES = ("PASS", "PWD", "PW", "PAT")
 KEYS = {"api", "access", "private", "secret", "signing", "encryption", "ssh", "account"}  # ..._key
 # Tokens of a text, not of a service.
 OF_TEXT = {
     "bos", "eos", "pad", "unk", "sep", "cls", "mask", "special", "next", "per", "added", "end",
 }  # fmt: skip
 # Formats that services document: GitHub, GitLab, Hugging Face, OpenAI and Anthropic, AWS, Google,
-# Slack, npm, PyPI, JSON web tokens.
+# Slack, Stripe, NVIDIA, Docker, SendGrid, Replicate, Tailscale, npm, PyPI, JSON web tokens.
 TOKENS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}"
     r"|sk-[\w-]{16,}|A(?:KI|SI)A[0-9A-Z]{16}|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}|npm_\w{30,}"
+    r"|[sr]k_(?:live|test)_\w{16,}|nvapi-[\w-]{16,}|dckr_pat_[\w-]{16,}|xapp-[\w-]{10,}"
+    r"|SG\.[\w-]{16,}+\.[\w-]{16,}|ya29\.[\w-]{16,}|r8_\w{20,}|tskey-[\w-]{16,}"
     r"|pypi-[\w-]{30,}|eyJ[\w-]{8,2000}+\.[\w-]{8,}+\.[\w-]*)"
 )
-USER_INFO = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]{0,30}://)[^\s/?#@'\"]+@")
+# Who knows such an address may write there: what alerts are sent to.
+WEBHOOK = re.compile(
+    r"\b(https?://(?:hooks\.[\w.:-]++/|[\w.:-]++/(?:[\w.-]++/)?"
+    r"(?:webhooks?|webhookb2|integration|bot(?=\d+:))/?))[^\s'\"<>,;)\]}]{12,}",
+    re.IGNORECASE,
+)
+SIGNED = re.compile(r"([?&](?:[\w-]{1,40}-)?sig(?:nature)?=)[^\s&'\"]+", re.IGNORECASE)
+USER_INFO = re.compile(r"\b([a-zA-Z][a-zA-Z0-9+.-]{0,30}://)[^\s/?#'\"]+@")
+# `curl -u me:pw`, `sshpass -p pw`, a line of .netrc.
+SPOKEN = re.compile(
+    r"(\bcurl [^\n|;]{0,200}?(?<= )(?:-u|--user)[ =][^\s:]{1,200}:|\bsshpass -p ?"
+    r"|\blogin \S{1,200} password )[^\s'\"]+"
+)
 PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
-BEARER = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+BEARER = re.compile(
+    r"\b(bearer|basic|authorization[\"']?[ \t]*[:=][ \t]*[\"']?\w{1,20})[ \t]+[\w.~+/=-]{8,}",
+    re.IGNORECASE,
+)
 # Possessive (`*+`), and never begun inside a word: a long word costs a time that grows as it does.
 NAMED = re.compile(
     r"""(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)"""
     r"""(?P<mark>["']?[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S))"""
 )
-VALUE = re.compile(r""""(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+'|[^\s,;&}\]]+""")
+VALUE = re.compile(r""""(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+'|\[[^\]\n]++\]|[^\s,;&}\]]+""")
 EMPTY = ("", '""', "''", "null", "None", "~", "true", "false", "True", "False")
 
 
@@ -54,11 +73,13 @@ def looks_secret(name: str) -> bool:
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
     for previous, word in itertools.pairwise(["", *words]):
-        if word in WORDS and not (word == "token" and previous in OF_TEXT):
+        # Several `tokens` are text.
+        one = word if word == "tokens" else word.removesuffix("s")
+        if {word, one} & WORDS and not (word == "token" and previous in OF_TEXT):
             return True
-        if word == "key" and previous in KEYS:
+        if one.endswith(ENDS) or (one == "key" and previous in KEYS):
             return True
-    return False
+    return name.isupper() and name.endswith(tuple(f"_{last}" for last in OF_VARIABLES))
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
@@ -67,6 +88,9 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
         text = text.replace(value, MASK)
     text = PRIVATE_KEY.sub(MASK, text)
     text = USER_INFO.sub(rf"\g<1>{MASK}@", text)
+    text = WEBHOOK.sub(rf"\g<1>{MASK}", text)
+    text = SIGNED.sub(rf"\g<1>{MASK}", text)
+    text = SPOKEN.sub(rf"\g<1>{MASK}", text)
     text = TOKENS.sub(MASK, text)
     text = BEARER.sub(rf"\g<1> {MASK}", text)
     return _without_values(text)

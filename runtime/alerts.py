@@ -1,6 +1,6 @@
 """Tells people what they should know now: an event, a line on the console, and a command.
 
-    alert = Alerts(...)    alert("rewound", "tiny: step 120: ...", step=120)
+    alert = Alerts(...)    alert("roll_back", "tiny: step 120: ...", step=120)
 
 The one rule: telling never harms the run. The command has a fixed argv and no shell, it runs beside
 training under a time limit, one at a time, and its failure is an event. The text comes by its
@@ -60,8 +60,14 @@ class Alerts:
         facts = redacted(facts, known)
         self.event(kind, text=text, **facts)
         self.say(f"alert: {text}")
+        self.pass_on(kind, text, **facts)
+
+    def pass_on(self, kind: str, text: str, **facts: Any) -> None:
+        """The command alone, for what is on record and shown already; returns at once."""
         if not self.knobs.command:
             return
+        known = secret_values(os.environ)
+        text, facts = redacted(text, known)[:LONGEST_TEXT], redacted(facts, known)
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="alerts", daemon=True)
             self._worker.start()

@@ -28,6 +28,7 @@ class Book:
     def __init__(self, folder: Path, job: str = ""):
         self.folder, self._job = folder, job
         self._place = (0, 0, 0)
+        self._life: int | None = None  # that ended last
         self._attended: TextIO | None = None
 
     def attend(self) -> None:
@@ -71,10 +72,12 @@ class Book:
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
         """Write the line of a life. A record that cannot be written costs the line, not the run."""
         try:
-            return lives.close(self.folder, launch, lives.Ended(**how), is_ours)
+            line = lives.close(self.folder, launch, lives.Ended(**how), is_ours)
         except (OSError, UserError) as error:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
             return None
+        self._life = line["life"] if line else self._life
+        return line
 
     def stop_is_asked(self) -> bool:
         """Whether `make stop` asked for the end; takes the request away."""
@@ -85,6 +88,19 @@ class Book:
             record_event(self.folder, "stopped", life=life, reason=BETWEEN_LIVES)
             forget(self.folder)
         return True
+
+    def has_told(self) -> bool:
+        """Whether the newest life itself said why it is the last one, and left a bundle."""
+        with contextlib.suppress(OSError, UserError):
+            return any(event["life"] == self._life for event in read_events(self.folder, "stop"))
+        return False
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Put something on record of the life that ended last, unless another start has begun one
+        since: the record is that one's."""
+        with contextlib.suppress(OSError, UserError):
+            if self._life is not None and self._life == lives.next_number(self.folder) - 1:
+                record_event(self.folder, kind, life=self._life, **facts)
 
     def name(self) -> str:
         """A name for what belongs to the newest life."""

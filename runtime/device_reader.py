@@ -52,11 +52,12 @@ def main(arguments: list[str]) -> int:
     log = KernelLog(options.kernel_log)
     events = XidEvents(nvml, handles)
     missing: set[str] = set()
+    by_bus: dict[tuple, int] = {}  # also of a card that is lost, which no longer says where it is
     at = time.monotonic()
     while True:
         gpus = [read(nvml, index, handle, missing) for index, handle in enumerate(handles)]
         found = {**events.new(), **log.new()}
-        by_bus = {bus_key(gpu["bus"]): gpu["index"] for gpu in gpus if "bus" in gpu}
+        by_bus |= {bus_key(gpu["bus"]): gpu["index"] for gpu in gpus if "bus" in gpu}
         say(
             {
                 "driver": driver,
@@ -236,13 +237,14 @@ class XidEvents:
     def __init__(self, nvml: Any, handles: list[Any]):
         self._nvml, self._events = nvml, None
         with contextlib.suppress(nvml.NVMLError, AttributeError):
-            events = nvml.nvmlEventSetCreate()
-            for handle in handles:
+            self._events = nvml.nvmlEventSetCreate()
+        for handle in handles if self._events is not None else ():
+            # A card that cannot does not keep the others from telling.
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
                 if not isinstance(handle, nvml.NVMLError):
                     nvml.nvmlDeviceRegisterEvents(
-                        handle, nvml.nvmlEventTypeXidCriticalError, events
+                        handle, nvml.nvmlEventTypeXidCriticalError, self._events
                     )
-            self._events = events
 
     def new(self) -> dict[tuple, str]:
         """As `KernelLog.new`; without the line's text."""
@@ -250,8 +252,10 @@ class XidEvents:
         with contextlib.suppress(self._nvml.NVMLError):  # a timeout: no more of them
             while self._events is not None and len(found) < MOST_LOG_LINES:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                bus = text_of(self._nvml.nvmlDeviceGetPciInfo(event.device).busId)
-                found[bus_key(bus), int(event.eventData)] = ""
+                key: tuple = ()  # a card that has fallen off the bus may not say which it is
+                with contextlib.suppress(self._nvml.NVMLError):
+                    key = bus_key(text_of(self._nvml.nvmlDeviceGetPciInfo(event.device).busId))
+                found[key, int(event.eventData)] = ""
         return found
 
 

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,33 @@ def is_end(event: Mapping[str, Any]) -> bool:
 
 
 def account(lives: Sequence[Life]) -> dict[str, float]:
-    """Seconds of each part; their sum is the time from the first begin to the last end."""
+    """Seconds of each part, none below 0; their sum is the time from the first begin to the last
+    end, as far as clocks let it be known."""
     total = dict.fromkeys(PARTS, 0.0)
     usual_s = usual_step_s(lives)
+    lives = apart(lives)
     for life in lives:
         for name, seconds in account_life(life, usual_s).items():
             total[name] += seconds
     for before, life in itertools.pairwise(lives):
-        gap_s = life.began_s - before.ended_s
+        gap_s = max(0.0, life.began_s - before.ended_s)
         restart_s = max(0.0, min(gap_s, life.seconds.get("restart", 0.0)))
         total["restart"] += restart_s
         total["idle"] += gap_s - restart_s
     return total
+
+
+def apart(lives: Sequence[Life]) -> list[Life]:
+    """The lives, each ended where the next one begins at the latest: what two claim, because a
+    host that was cut off lived on, is the later one's. Where the next one seems to begin before
+    this one did, the clock was set back, and nothing can be taken from that."""
+    found = [
+        replace(life, ended_s=min(life.ended_s, after.began_s))
+        if after.began_s > life.began_s
+        else life
+        for life, after in itertools.pairwise(lives)
+    ]
+    return [*found, *lives[-1:]]
 
 
 def account_life(life: Life, usual_s: float) -> dict[str, float]:
@@ -135,8 +150,10 @@ def account_life(life: Life, usual_s: float) -> dict[str, float]:
         is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
     rest_s = life.ended_s - life.began_s - sum(parts.values())
-    if rest_s < 0:  # stamps of several clocks may overlap a little
-        parts["useful"] += rest_s
+    if rest_s < 0:
+        # Stamps of several clocks overlap a little. Where the clock was set back in this life, the
+        # seconds that were counted in it are what is known.
+        parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
     elif life.is_failure or len(life.lines) < life.steps:
         parts["redone"] += rest_s
     else:

@@ -235,13 +235,15 @@ class Collector:
             self._tell(self._slow(step, slow))
         for rank in self._judge.recovered():
             facts = {"step": step, "rank": rank, **self._where(rank)}
-            text = f"rank {rank} on {self._named(rank)} is as fast as its peers again"
+            text = f"rank {rank} on {self._named(rank)} is as fast as it should be again"
             self._tell(Said("slow_rank_over", text, facts))
 
     def _slow(self, step: int, slow: Slow) -> Said:
+        is_alone = slow.rank in self._judge.alone
+        against = "as it was before it would be" if is_alone else "that of its peers"
         text = (
             f"rank {slow.rank} on {self._named(slow.rank)} is slow: its own work takes"
-            f" {slow.own_s:.2f} s a step, that of its peers {slow.peers_s:.2f} s"
+            f" {slow.own_s:.2f} s a step, {against} {slow.peers_s:.2f} s"
             f" ({slow.ratio:.2f}x), since step {slow.since_step}"
         )
         facts = {

@@ -38,6 +38,9 @@ from runtime.saving import Note
 from runtime.settle import Settled
 from runtime.speed import peak_flops
 
+# What is found at a save and cannot wait until somebody looks.
+PASSED_ON = ("save_stuck", "drift")
+
 
 class Ledger(Protocol):
     """`data.ledger.Ledger`, as far as it is used here."""
@@ -74,7 +77,7 @@ class Record:
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
-        self._is_told = False
+        self._is_told = self._is_failing = False
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, settled.last_step, after_step=after_step, every=recipe.log.every
@@ -169,7 +172,9 @@ class Record:
                 self.writer.event(
                     "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
                 )
-            self.console.say(f"warning: {path.name} is damaged and was passed over: {problems[0]}")
+            text = f"{path.name} is damaged and was passed over: {problems[0]}"
+            self.console.say(f"warning: {text}")
+            self._pass_on("damaged_checkpoint", text)
         if loaded.unnamed:
             self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
             self.console.say(
@@ -227,16 +232,26 @@ class Record:
             self.writer.event(news.kind, **news.facts)
             loud = "" if news.kind == "interval" else "warning: "
             self.console.say(f"{loud}{news.text}")
+            if news.kind in PASSED_ON:
+                self._pass_on(news.kind, news.text)
 
     def saved(self, report: SaveReport) -> None:
         """Put a save on record: size, time, stall, bandwidth; or why there is none."""
+        was_failing, self._is_failing = self._is_failing, not report.ok
         if report.ok:
             self.writer.saved(report.step, report.bytes, report.seconds, report.stall_s)
             for note in report.notes:
                 self.console.say(f"checkpoint step {report.step}: {note}")
         else:
             self.writer.event("save_failed", step=report.step, problem=report.problem)
-            self.console.say(f"warning: no checkpoint of step {report.step}: {report.problem}")
+            text = f"no checkpoint of step {report.step}: {report.problem}"
+            self.console.say(f"warning: {text}")
+            if not was_failing:  # of several in a row the first
+                self._pass_on("save_failed", text)
+
+    def _pass_on(self, kind: str, text: str) -> None:
+        """Tell people of what is on record and shown."""
+        self.alert.pass_on(kind, f"{self.alert.run}: {text}")
 
     def ended(self, error: BaseException) -> None:
         """Put on record why this life ends before its last step, unless that is there already."""

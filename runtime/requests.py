@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.exits import FINISHED, REQUEUE
+from recipes.exits import FINISHED, INTERRUPTED, REQUEUE
 
 REQUEST = "stop.request"
 BETWEEN_LIVES = "asked between two lives"  # reason of an end that no rank took part in
-INTERRUPTED = 130
 EARLY = "interrupted before the start; nothing is lost\n"
 LOOK_EVERY_S = 1.0  # at the request; on a network file system a look takes a message
 # One request may come twice: to this process by a signal of its own and through its launcher.

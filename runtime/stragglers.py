@@ -12,7 +12,9 @@ of the ranks may be slow (a whole host of two) and are still found.
 Robust against noise: noise only adds time, and seldom to three of four steps of twelve in a row; a
 rank must stand out of the spread of its peers (their median absolute deviation), unless it needs
 twice their time; and a few milliseconds are never anybody's fault. A stage with one rank has no
-peer and is not judged. Units: seconds; ratios to the (lower) median of the peers; NaN = not known.
+peer: it is held against its own past, as a share of what the other ranks need, which a batch of
+another size changes for all alike. Units: seconds; ratios to the (lower) median of the peers; NaN =
+not known.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ LASTING_RATIO = 1.05
 LASTING_EVERY = 5  # windows between two looks
 WELL_RATIO = (1 + SUDDEN_RATIO) / 2
 MOST_KEPT = 2000  # windows
+PAST_WINDOWS, LEAST_PAST = 25, 5  # what a rank without peers is held against
 SPREADS = 4.0
 FEW_PEERS = 4  # below this a spread says nothing
 TO_DEVIATION = 1.4826  # of a normal distribution, from the median absolute deviation
@@ -56,7 +59,8 @@ class Slow:
 class Window(NamedTuple):
     """What all ranks needed in a window that ended with `step` and took `seconds`; arrays (ranks,).
 
-    `peers_s` is the median of each rank's peers.
+    `peers_s` is the median of each rank's peers; of one without peers, what it would need as it
+    used to be.
     """
 
     step: int
@@ -76,6 +80,9 @@ class Judge:
 
     def __init__(self, stages: Sequence[int]):
         self.stages = np.array(stages)
+        _, place, count = np.unique(self.stages, return_inverse=True, return_counts=True)
+        self.alone = frozenset(map(int, np.flatnonzero(count[place] == 1)))  # in their stages
+        self._shares: deque[dict[int, float]] = deque(maxlen=PAST_WINDOWS)  # of `alone`
         self.slow: set[int] = set()  # named, and not well again since
         self._windows: deque[Window] = deque(maxlen=MOST_KEPT)
         self._creeping: dict[int, Slow] = {}
@@ -87,7 +94,9 @@ class Judge:
         A rank whose time is not known (None) is neither judged nor anybody's peer.
         """
         own = np.array(own_s, dtype=float)
-        self._windows.append(Window(step, seconds, own, *against_peers(own, self.stages)))
+        peers_s, is_slow = against_peers(own, self.stages)
+        self._against_past(own, peers_s, is_slow)
+        self._windows.append(Window(step, seconds, own, peers_s, is_slow))
         self._added += 1
         if self._added % LASTING_EVERY == 0:
             self._creeping = creeping(self._since(LASTING_WINDOWS, LASTING_S), self.stages)
@@ -107,6 +116,18 @@ class Judge:
         ]
         self.slow -= set(well)
         return well
+
+    def _against_past(self, own: np.ndarray, peers_s: np.ndarray, is_slow: np.ndarray) -> None:
+        """Fill in what is known of ranks without peers."""
+        shares = {rank: share(own, rank) for rank in self.alone}
+        for rank, now in shares.items():
+            past = [one[rank] for one in self._shares if not np.isnan(one[rank])]
+            if len(past) >= LEAST_PAST and not np.isnan(now):
+                peers_s[rank] = np.median(past) / now * own[rank]
+                more_s = own[rank] - peers_s[rank]
+                is_slow[rank] = more_s >= LEAST_S and own[rank] > SUDDEN_RATIO * peers_s[rank]
+        if not is_slow.any():  # else shares tell nothing of the others
+            self._shares.append(shares)
 
     def _since(self, windows: int, seconds: float) -> list[Window]:
         """The last windows: at least so many, and so long; empty where there are not enough."""
@@ -143,6 +164,13 @@ def against_peers(own_s: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np
                 continue
             is_slow[rank] = True
     return peers_s, is_slow
+
+
+def share(own_s: np.ndarray, rank: int) -> float:
+    """A rank's time over the median of all others; NaN where that is not known."""
+    others = np.delete(own_s, rank)
+    others = others[~np.isnan(others)]
+    return float(own_s[rank] / np.median(others)) if len(others) else float("nan")
 
 
 def sudden(windows: Sequence[Window]) -> dict[int, Slow]:

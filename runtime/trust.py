@@ -18,10 +18,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.manifest import NAME as MANIFEST
 from checkpoint.manifest import all_committed
 from recipes.schema import UserError
 
 CODE = Path(__file__).resolve().parent.parent
+RECORD = (".json", ".jsonl", ".yaml")  # history, skips, what the run was
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -76,9 +78,13 @@ def _risks(places: Iterable[Access], code: Access, trusted: set[int]) -> dict[st
 
 
 def weighty(folder: Path) -> list[Path]:
-    """What a start believes: the folders of the run, and the files of its newest checkpoint."""
+    """What a start believes: folders and record of the run, the manifests of its checkpoints, which
+    hold the digests of all their files, and the files of the newest one."""
     saved = [path for *_, path in all_committed(folder / "checkpoints")]
-    paths = [folder, folder / "checkpoints", folder / "lease", *saved]
+    paths = [folder, folder / "checkpoints", folder / "lease", folder / "ledger", *saved]
+    paths += [path / MANIFEST for path in saved[:-1]]
+    for place in (folder, folder / "ledger"):
+        paths += [path for path in place.glob("*.*") if path.suffix in RECORD]
     if saved:
         paths += [Path(entry.path) for entry in os.scandir(saved[-1])]
     return [path for path in paths if path.exists()]

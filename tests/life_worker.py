@@ -2,7 +2,8 @@
 
     life_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each life [newest step, saved step, ending]
 
-ENDING: an exit status, `kill`, `oom` (words of torch), `wait`, `vanish` (before anything begins).
+ENDING: an exit status, `kill`, `oom` (words of torch), `wait`, `vanish` (before anything begins),
+`stop` (by the health policy, with a bundle of its own).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from recipes.exits import DO_NOT_RETRY
 from runtime import lives
 from runtime.records import append_line, record_event
 
@@ -36,6 +38,8 @@ def main() -> None:
         if saved:
             (folder / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True, exist_ok=True)
             record_event(folder, "saved", life=life, step=saved)
+        if ending == "stop":
+            record_event(folder, "stop", life=life, bundle="bundles/step-00000004")
         if ending == 0:
             record_event(folder, "finished", life=life)
     print(f"password={os.environ.get('MY_PASSWORD')}", file=sys.stderr)
@@ -48,7 +52,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if ending == "wait":
         time.sleep(100)
-    sys.exit(ending)
+    sys.exit(DO_NOT_RETRY if ending == "stop" else ending)
 
 
 main()

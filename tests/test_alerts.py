@@ -125,7 +125,12 @@ def test_a_command_that_is_no_list_or_holds_a_secret_is_refused():
         compose("tiny", ["alerts.command=mail", "alerts.timeout_s=0"])
     assert "is not a list of words" in str(refused.value)
     assert "alerts.timeout_s=0" in str(refused.value)
-    with pytest.raises(UserError, match="looks like a secret"):
-        compose("tiny", ["alerts.command=[curl,--token,abcdefgh]"])
+    for words in (
+        "--token,abcdefgh",
+        "-u,me:abcdefgh",
+        "'https://hooks.slack.com/services/T012AB3CD/B01/abcdefgh'",
+    ):
+        with pytest.raises(UserError, match="looks like a secret"):
+            compose("tiny", [f"alerts.command=[curl,{words}]"])
     with pytest.raises(UserError, match=r"health.tolerant=200 is more than health.window=100"):
         compose("tiny", ["health.tolerant=200", "health.window=100"])

@@ -218,8 +218,9 @@ def test_rendered_commands_name_no_interface(cluster):
 
 
 def test_a_secret_never_goes_through_pdsh(cluster):
-    with pytest.raises(UserError, match="WANDB_API_KEY would show"):
-        carriers("pdsh", cluster.hosts, ROOT, {"environment": {"WANDB_API_KEY": "x"}})
+    for name, value in (("WANDB_API_KEY", "x"), ("HF_ENDPOINT", "https://me:hunter2@mirror/x")):
+        with pytest.raises(UserError, match=f"{name} would show"):
+            carriers("pdsh", cluster.hosts, ROOT, {"environment": {name: value}})
 
 
 @pytest.mark.parametrize(("ssh_command", "match"), [("nossh-here", "no such"), ("ssh 'x", "quot")])

@@ -160,6 +160,33 @@ def test_xid_errors_come_from_nvml_and_from_the_kernels_log(tmp_path):
     assert "action changed to Reboot" in seen[1]["ailment"][2]
 
 
+def test_a_card_that_falls_off_the_bus_is_known_by_its_last_address_and_its_error_is_told(tmp_path):
+    log = tmp_path / "kmsg"
+    log.touch()
+    # The first card cannot be registered for errors, which keeps the other one from nothing.
+    falls = {"bus": [0, "lost"], "power": [640, "lost"], "xid_events": [[1, 79]]}
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "runtime.device_reader", "--every", "0.5", "--kernel-log", str(log)],
+        cwd=ROOT,
+        env=environment(**script(tmp_path, {"xid_events": None}, falls)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    first = json.loads(reader.stdout.readline())
+    with log.open("a") as file:
+        file.write("4,3,3,-;NVRM: Xid (PCI:0000:3c:00): 119, pid=7\n")
+    second = json.loads(reader.stdout.readline())
+    reader.kill()
+    assert [gpu.get("is_lost") for gpu in first["gpus"] + second["gpus"]] == [
+        None,
+        None,
+        None,
+        True,
+    ]
+    assert [(one["index"], one["code"]) for one in second["xids"]] == [(None, 79), (1, 119)]
+
+
 # ---- tables
 
 

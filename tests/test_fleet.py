@@ -31,6 +31,7 @@ class World:
         self.failures: list[tuple[str, str, float]] = []
         self.notes: list[tuple] = []
         self.said: list[str] = []
+        self.told: list[str] = []
         self.waits = 0
         self.most_hosts = 4
         train, wait = part([Host(name, 1) for name in NAMES[: 2 + spares]], spares)
@@ -45,6 +46,7 @@ class World:
             self.resize,
             self.said.append,
             self.pause,
+            lambda kind, text: self.told.append(kind),
         )
         monkeypatch.setattr(module, "preflight", self.look)
         self.looks = 0
@@ -121,6 +123,7 @@ def test_without_spares_a_lost_host_is_waited_for(monkeypatch):
     assert world.mend("lost_host", "b") == ["a", "b"]
     assert world.waits == 3
     assert any("b: not fit, and no spare is left; trying again" in line for line in world.said)
+    assert world.told == ["waiting"]  # once
 
 
 def test_trouble_of_the_launching_machine_is_waited_for_as_well(monkeypatch):

@@ -81,6 +81,10 @@ def test_the_account_of_a_run_with_injected_failures_agrees_with_the_formula():
         useful = shares(total)["useful"]
         assert useful == pytest.approx(forecast.goodput(costs, mtbf_s, interval), abs=0.02)
         assert total["redone"] > 0
+        assert total["detect"] == pytest.approx(80 * 10.0)
+        assert total["restart"] == pytest.approx(79 * 5.0)
+        saves = [event for event in run.events if event["kind"] == "saved"]
+        assert total["stall"] == pytest.approx(4.0 * len(saves))
         assert total["idle"] == pytest.approx(0.0, abs=0.01)
 
 
@@ -152,6 +156,29 @@ def test_waiting_evaluating_warming_up_and_steps_without_an_update_are_no_goodpu
 def test_stamps_that_overlap_a_little_still_add_up():
     total = account([life(1, 0.0, 5.0, "finished", [line(1, 1, 5.5)])])
     assert sum(total.values()) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("jump_s", "ended", "began", "whole"),
+    [
+        (0, 100.0, 60.0, 90.0),  # a host that was cut off lived on when the next life had begun
+        (-3600, 20.0, 25.0, None),  # the clock is set back in the first life,
+        (-3600, 3620.0, 25.0, None),  # between the two
+        (3600, 20.0, 25.0, 3655.0),  # or forward
+    ],
+)
+def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
+    jump_s, ended, began, whole
+):
+    first = life(1, 0.0, ended + jump_s, "killed", [line(1, n, 1.0) for n in range(1, 11)], start=5)
+    lines = [line(2, n, 1.0) for n in range(11, 31)]
+    second = life(2, began + jump_s, began + jump_s + 30.0, "finished", lines, start=5)
+    total = account([first, second])
+    assert min(total.values()) >= 0
+    assert total["useful"] == 30.0
+    assert sum(shares(total).values()) == pytest.approx(1.0)
+    if whole is not None:
+        assert sum(total.values()) == whole
 
 
 def test_a_life_that_goes_on_lives_until_now_and_older_records_are_read():

@@ -40,6 +40,16 @@ def test_requeue_counts_where_every_rank_asked_for_it_or_was_finished():
     assert exit_status([End(0, 75, 1.0), End(1, 1, 1.0)]) != 75
 
 
+def test_ctrl_c_for_a_rank_alone_stops_the_run_and_is_no_failure():
+    for ends in (
+        [End(0, 130, 1.0), End(1, 130, 1.0)],
+        [End(1, 130, 1.0), End(0, 1, 1.2)],  # before the first step: the others lose it
+    ):
+        assert (exit_status(ends), cause_of(ends)) == (130, "stopped")
+    for worse in (End(0, 93, 1.2), End(0, -9, 1.2, hung="hung")):
+        assert cause_of([End(1, 130, 1.0), worse]) in ("refused", "hung")
+
+
 def test_a_stop_on_request_tells_by_which_signal_unless_all_ended_well():
     ends = [End(0, -2, 1.0, was_stopped=True), End(1, 130, 1.0)]
     assert exit_status(ends, signal.SIGINT) == 130

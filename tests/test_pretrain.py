@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from clones import SMALL, background, make_clone, start
-from ranks import environment, run_command
+from ranks import PATIENCE, environment, run_command
 from warm import Warm
 
 from data.ledger import read_ledger
@@ -230,7 +230,7 @@ def test_a_folder_of_something_else_is_left_alone(clone, warm):
 
 
 def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):
-    command = [sys.executable, "pretrain.py", *SMALL, "run=twins", "steps=8", "eval_tokens=0"]
+    command = [sys.executable, "pretrain.py", *SMALL, "run=twins", "steps=9000", "eval_tokens=0"]
     options = dict(
         cwd=clone,
         env=environment(PYTHONPATH=str(clone)),
@@ -239,10 +239,18 @@ def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):
         text=True,
     )
     twins = [subprocess.Popen(command, **options) for _ in range(2)]
+    deadline = time.monotonic() + 60 * PATIENCE
+    while all(twin.poll() is None for twin in twins) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lines = clone / "runs" / "twins" / "metrics.jsonl"
+    while not lines.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for twin in twins:
+        twin.terminate()  # the one that is left saves and ends
     outputs = [twin.communicate(timeout=120)[0] for twin in twins]
-    assert sorted(twin.returncode for twin in twins) == [FINISHED, REFUSED], outputs
-    lines = read_metrics(clone / "runs" / "twins" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert sorted(twin.returncode for twin in twins) == [REQUEUE, REFUSED], outputs
+    steps = [line["step"] for line in read_metrics(lines)]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_srun_variables_are_understood(clone):

@@ -18,7 +18,8 @@ SECRET = "s3cr3t-Planted-91"
 TOKENS = [
     "ghp_" + "a1B2" * 9, "github_pat_" + "x" * 30, "hf_" + "Ab3" * 11, "sk-" + "k1" * 16,
     "AKIA" + "ABCD1234" * 2, "xoxb-12345-67890-abcdef",
-    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTYifQ.c2lnbmF0dXJl",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTYifQ.c2lnbmF0dXJl", "nvapi-" + "k1" * 16,
+    "sk_live_" + "a1B2" * 5, "dckr_pat_" + "a1B2" * 5, "r8_" + "a1B2" * 8,
 ]  # fmt: skip
 
 
@@ -29,7 +30,12 @@ TOKENS = [
         "password='{}'", "--api-key {}", "--password={}", "https://me:{}@host/x", "auth: {}",
         "Authorization: Bearer {}", "--env=DB_PASSWORD={}", "accessKey = {}",
         "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
-        "  - secret: {}", "cookie: {}; path=/",
+        "  - secret: {}", "cookie: {}; path=/", "Authorization: token {}", "GITHUB_PAT={}",
+        "DB_PASS={}", "PGPASSWORD={}", "passwords: [one, {}]", "postgres://u:p@{}@host/db",
+        "https://hooks.slack.com/services/T012AB3CD/B01XYZ/{}", "curl -u me:{} https://host",
+        "https://discord.com/api/webhooks/123456/{}", "https://api.telegram.org/bot12:{}/send",
+        "https://x.blob.core.windows.net/c?sv=2&sig={}", "https://host/k?X-Amz-Signature={}",
+        "machine host login me password {}", "sshpass -p {} ssh host",
     ],
 )  # fmt: skip
 def test_a_planted_secret_is_hidden_and_its_name_stays(line):
@@ -51,13 +57,18 @@ def test_tokens_are_known_by_their_form(token):
         "num_key_value_heads: 4", "keyboard: 1", "the token was refused", "tokens_per_s: 3",
         "api_key: null", "TOKENIZERS_PARALLELISM=false", "author=me", "commit: " + "0f" * 20,
         "http://localhost:6006/", "loss 2.2 at step 5", "mail me@host",
+        "PASS=WANDB_MODE", "PWD=/home/me", "forward_pass: 3", "sig = signal.SIGTERM",
+        "https://host/services/compute-engine", "python -u file:name", "https://host/a@b",
     ],
 )  # fmt: skip
 def test_what_is_no_secret_stays(line):
     assert redact(line) == line
 
 
-@pytest.mark.parametrize("piece", ["a", "a.", "0a", "a-", "a=", 'a="', "://", "eyJ-", "token="])
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "a.", "0a", "a-", "a=", 'a="', "://", "eyJ-", "token=", "https://hooks.", "curl a -u a:"],
+)
 def test_long_words_take_no_time_worth_mentioning(piece):
     """With backtracking, or a recursion, these would take minutes, or end the run."""
     text = piece * (40_000 // len(piece))

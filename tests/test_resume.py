@@ -338,6 +338,10 @@ def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tm
     try:
         filler.write_bytes(bytes((3 << 20) - (1 << 17)))  # no room for the first save
         words = [*SMALL, "run=full", *SHORT, "steps=12", "checkpoint.interval=5"]
+        pager = tmp_path / "page"
+        pager.write_text(f'#!/bin/sh\necho "$ALERT_KIND" >> {tmp_path}/told\n')
+        pager.chmod(0o755)
+        words += [f"alerts.command=[{pager}]"]
         command = [sys.executable, "-m", "launch.local", "--nproc", "2", "--", *words]
         process = background(clone, command)
         deadline = time.monotonic() + 200
@@ -352,6 +356,7 @@ def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tm
         failed = read_events(mount.parent, "save_failed")
         assert [event["step"] for event in failed[:3]] == [5, 10, 12]
         assert "No space left" in json.dumps(failed[0])
+        assert (tmp_path / "told").read_text() == "save_failed\n"  # of a series the first
         assert [step for step, _ in committed(mount)] == [12]
         assert [event["cause"] for event in read_events(mount.parent, "life")] == ["finished"]
     finally:

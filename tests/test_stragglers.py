@@ -80,7 +80,7 @@ def test_a_whole_host_that_is_slow_is_named_where_it_is_half_of_the_ranks():
     assert sorted(slow.rank for _, slow in found) == list(range(8, 16))
 
 
-def test_stages_of_unequal_cost_are_judged_by_themselves_and_one_without_peers_never():
+def test_stages_of_unequal_cost_are_judged_by_themselves():
     stages = [0, 0, 0, 1, 1, 1, 2]
 
     def time_of(step, rank):
@@ -88,6 +88,32 @@ def test_stages_of_unequal_cost_are_judged_by_themselves_and_one_without_peers_n
 
     _, found = simulate(40, 7, time_of, stages)
     assert [slow.rank for _, slow in found] == [4]
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_rank_alone_in_its_stage_is_named_when_it_becomes_slow_and_nobody_else(slow):
+    """Also where batches grow and shrink for all, and after it is well again."""
+    for ranks in {4, max(2, slow + 1)}:
+        source = random.Random(slow)
+
+        def time_of(step, rank, source=source):
+            own = (0.2, 0.5, 0.4, 1.1)[rank] * (1.5 if step // 50 % 2 else 1)
+            is_slow = rank == slow and 81 <= step < 201
+            return own * source.lognormvariate(0, 0.03) * (1.5 if is_slow else 1)
+
+        judge, found = simulate(500, ranks, time_of, list(range(ranks)))
+        [(step, named)] = found
+        assert (named.rank, judge.alone) == (slow, set(range(ranks)))
+        assert step - 81 < 20
+        assert named.ratio == pytest.approx(1.5, rel=0.15)
+        assert judge.recovered() == [slow]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_alone_in_their_stages_raise_no_alarm_in_ten_thousand_healthy_steps(ranks):
+    source = random.Random(ranks)
+    own = lambda step, rank: healthy(source, base=0.3 * (1 + rank))  # noqa: E731
+    assert simulate(10_000, ranks, own, list(range(ranks)))[1] == []
 
 
 def test_a_rank_five_percent_slow_is_named_within_a_quarter_of_an_hour_where_it_has_peers():

@@ -28,7 +28,7 @@ from launch.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
 from runtime import presence, requests
-from runtime.records import append_line, read_events
+from runtime.records import append_line, read_events, record_event
 
 SECRET = "hunter2hunter2"
 
@@ -41,10 +41,15 @@ def quick(monkeypatch):
 
 
 def live_through(
-    tmp_path: Path, plan: list, lives: int = 3, before=lambda: None, at_life=lambda number: None
+    tmp_path: Path,
+    plan: list,
+    lives: int = 3,
+    before=lambda: None,
+    at_life=lambda number: None,
+    tell=lambda kind, text: None,
 ) -> tuple[int, Path]:
     """The exit status of a run of one rank whose lives end as `plan` says, and its folder. Before
-    a life begins `at_life` is told its number."""
+    a life begins `at_life` is told its number; `tell` hears what people are told."""
     folder = tmp_path / "run"
     words = [str(ROOT / "tests" / "life_worker.py"), str(folder), json.dumps(plan)]
 
@@ -64,6 +69,7 @@ def live_through(
             asked,
             lambda why: keep(book, why, {}, os.environ),
             patience_s=600.0,
+            tell=tell,
         )
     return status, folder
 
@@ -95,12 +101,21 @@ def test_a_run_is_started_again_until_it_finishes_and_each_life_leaves_one_line(
 
 def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets(tmp_path, capfd):
     plan = [[4, 3, "kill"]] + 3 * [[4, 0, "kill"]] + [[9, 9, 0]]
-    status, folder = live_through(tmp_path, plan)
+    alerts = []
+    status, folder = live_through(tmp_path, plan, tell=lambda *said: alerts.append(said))
     assert status == 93
     assert [cause for (cause,) in lines_of(folder, "cause")] == 4 * ["killed"]
     told = capfd.readouterr().err
-    assert "3 lives in a row added no step and no checkpoint beyond step 4" in told
+    why = "3 lives in a row added no step and no checkpoint beyond step 4"
+    assert why in told
     [made] = (folder / "bundles").iterdir()
+    assert [kind for kind, _ in alerts] == 3 * ["restart"] + ["gave_up"]
+    assert why in alerts[-1][1]
+    assert "going on from checkpoint step 3" in alerts[0][1]
+    last = read_events(folder)[-1]
+    assert (last["kind"], last["life"]) == ("gave_up", 4)
+    assert why in last["reason"]
+    assert last["bundle"] == f"bundles/{made.name}"
     assert str(made) in told
     names = {path.name for path in made.rglob("*") if path.is_file()}
     assert {"WHY.txt", "events.jsonl", "recipe.yaml", "metrics.jsonl", "environment.txt"} <= names
@@ -110,6 +125,29 @@ def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets
     assert SECRET not in text
     assert '"step": 4' in text
     assert SECRET not in told + (folder / "logs" / "rank-00000.log").read_text()
+
+
+def test_a_life_that_ends_for_good_by_itself_leaves_a_bundle_unless_it_left_its_own(tmp_path):
+    alerts = []
+    status, folder = live_through(tmp_path, [[4, 3, 93]], tell=lambda *said: alerts.append(said))
+    assert status == 93
+    assert [kind for kind, _ in alerts] == ["gave_up"]
+    [made] = (folder / "bundles").iterdir()
+    assert read_events(folder)[-1]["kind"] == "gave_up"
+    (folder.with_suffix(".tries")).unlink()
+    assert live_through(tmp_path, [[5, 4, "stop"]], tell=lambda *_: alerts.clear())[0] == 93
+    assert len(alerts) == 1
+    assert list((folder / "bundles").iterdir()) == [made]
+
+
+def test_the_record_of_a_start_that_took_the_run_over_is_left_alone(tmp_path):
+    _, folder = live_through(tmp_path, [[4, 3, 75]])
+    book = Book(folder)
+    book._life = 1
+    book.event("alert_failed")
+    record_event(folder, "began", life=2, launch="another")
+    book.event("gave_up")
+    assert [event["kind"] for event in read_events(folder)][-2:] == ["alert_failed", "began"]
 
 
 def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, capfd):
@@ -127,7 +165,10 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Book, "trouble", trouble)
         patch.setattr(supervise_module, "LOOK_S", 0.01)
-        status, folder = live_through(tmp_path, [[4, 3, "kill"], [9, 9, 0]], at_life=at_life)
+        plan, alerts = [[4, 3, "kill"], [9, 9, 0]], []
+        hear = lambda kind, text: alerts.append(kind)  # noqa: E731
+        status, folder = live_through(tmp_path, plan, at_life=at_life, tell=hear)
+    assert alerts == ["waiting", "restart", "restart"]
     assert status == 0
     causes = [cause for (cause,) in lines_of(folder, "cause")]
     assert causes == ["killed", "failed", "finished"]
@@ -184,6 +225,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
     [
         ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
+        ([[4, 3, 130], [9, 9, 0]], 3, 130, ["stopped"]),
         (3 * [[4, 3, 76]] + [[9, 9, 0]], 1, 0, 3 * ["rewound"] + ["finished"]),
         ([[4, 3, "kill"], [9, 9, 0]], 0, 137, ["killed"]),
         ([[4, 3, "oom"], [4, 0, "oom"], [9, 9, 0]], 3, 93, 2 * ["out_of_memory"]),

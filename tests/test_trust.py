@@ -50,11 +50,23 @@ def test_who_is_trusted_with_a_run(monkeypatch, uid, gid, mode, code_mode, code_
 def run(tmp_path):
     folder = tmp_path / "runs" / "r"
     (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
-    (folder / "checkpoints" / "step-00000002" / "MANIFEST.json").touch()
+    (folder / "checkpoints" / "step-00000001").mkdir()
+    for step in (1, 2):
+        (folder / "checkpoints" / f"step-0000000{step}" / "MANIFEST.json").touch()
+    (folder / "ledger").mkdir()
+    for name in ("history.jsonl", "recipe.yaml", "ledger/steps.jsonl"):
+        (folder / name).touch()
     return folder
 
 
-@pytest.mark.parametrize("name", [".", "checkpoints", "checkpoints/step-00000002/MANIFEST.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".", "checkpoints", "checkpoints/step-00000002/MANIFEST.json",
+        "checkpoints/step-00000001/MANIFEST.json", "history.jsonl", "recipe.yaml", "ledger",
+        "ledger/steps.jsonl",
+    ],
+)  # fmt: skip
 def test_what_everyone_may_write_is_refused_with_the_way_out(run, name):
     refuse_busy(run)
     (run / name).chmod(0o777)
@@ -64,7 +76,7 @@ def test_what_everyone_may_write_is_refused_with_the_way_out(run, name):
     assert f"chmod -R o-w {run}" in str(caught.value)
     os.system(f"chmod -R o-w {run}")
     refuse_busy(run)
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]  # no probe stays
+    assert not list(run.glob(".probe-*"))
 
 
 def test_file_systems_that_map_users_or_keep_no_modes_are_told_from_strangers(run, monkeypatch):

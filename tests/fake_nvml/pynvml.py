@@ -80,6 +80,8 @@ def nvmlDeviceGetName(index):
 
 
 def nvmlDeviceGetPciInfo(index):
+    if "bus" in cards[index]:
+        ask(index, "bus")
     return SimpleNamespace(busId=f"00000000:{0x3B + index:02X}:00.0".encode())
 
 
@@ -156,13 +158,13 @@ def nvmlEventSetCreate():
 
 
 def nvmlDeviceRegisterEvents(index, kind, events):
-    if "xid_events" not in cards[index]:
+    if cards[index].get("xid_events") is None:
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
 
 
 def nvmlEventSetWait_v2(events, timeout):
     for index, card in enumerate(cards):
-        pending = card.get("xid_events", [])
+        pending = card.get("xid_events") or []
         if pending and pending[0][0] <= reading:
             return SimpleNamespace(device=index, eventData=pending.pop(0)[1])
     raise NVMLError(NVML_ERROR_TIMEOUT)
