@@ -48,7 +48,7 @@ from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from recipes.output import make_lossy
-from recipes.schema import Recipe, Shared, UserError
+from recipes.schema import Recipe, Shared, UserError, counted
 from runtime import environment, process, run_folder
 from runtime.batches import gather_hashes, to_device
 from runtime.communication import Counter, bytes_by_kind
@@ -428,7 +428,8 @@ def banner(run: Run) -> list[str]:
     recipe, settled = run.recipe, run.settled
     sequences = run.stream.schedule.sequences_at(1)
     lines = [
-        f"{recipe.run}: {settled.num_parameters:,} parameters, {settled.total_steps} steps of"
+        f"{recipe.run}: {settled.num_parameters:,} parameters,"
+        f" {counted(settled.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
         settled.layout.describe(),
         *describe_places(settled.layout, run.process.local_world),

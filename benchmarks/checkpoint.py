@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.rank_of is not None:
         measure(options, options.rank_of)
-        return 0
+        process.leave(0)
     root, load_before = options.folder.resolve(), os.getloadavg()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="checkpoint-benchmark-", dir=root) as folder:

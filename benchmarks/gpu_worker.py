@@ -54,4 +54,4 @@ def main(device_type: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    process.leave(main(*sys.argv[1:]))

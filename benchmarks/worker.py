@@ -120,4 +120,7 @@ def main(name: str, workload: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = main(*sys.argv[1:])
+    from runtime import process
+
+    process.leave(status)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+from recipes.schema import counted
+
 # Small enough that a piece of a parameter cut over a thousand ranks costs little beside itself,
 # large enough that digests are a 60,000th of the data.
 BLOCK_BYTES = 1 << 20
@@ -124,8 +126,8 @@ def read_blocks(
         if digest(buffer[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) != digests[first + i]
     ]
     if bad:
-        raise Damaged(f"{path}: {len(bad)} blocks differ from their digests, the first at byte"
-                      f" {bad[0] * BLOCK_BYTES}", kind="flipped")  # fmt: skip
+        where = f"{counted(len(bad), 'block')}, the first at byte {bad[0] * BLOCK_BYTES}"
+        raise Damaged(f"{path}: differs from its digests in {where}", kind="flipped")
 
 
 def check_file(

@@ -25,7 +25,7 @@ from typing import Any
 from checkpoint.blocks import Damaged, check_size, digest, opened
 from checkpoint.epochs import is_late
 from checkpoint.lineage import Lineage, lineage_of
-from recipes.schema import UserError
+from recipes.schema import UserError, counted
 
 FORMAT = 1
 NAME = "MANIFEST.json"
@@ -165,7 +165,8 @@ def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
     """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
     return UserError(
         *(problem for _, problems in damaged for problem in problems),
-        f"{damaged[0][0].parent} holds {len(damaged)} checkpoints and none is whole; repair one, or"
+        f"{damaged[0][0].parent} holds {counted(len(damaged), 'checkpoint')} and none is whole;"
+        " repair one, or"
         " start from step 0 with resume=fresh",
     )
 

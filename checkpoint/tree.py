@@ -22,7 +22,7 @@ from checkpoint.lineage import MARK, Line, lineage, read, run_folder, segments
 from data.ledger import STEPS_FILE, read_ledger
 from recipes.command import Parser, refuse
 from recipes.exits import FINISHED
-from recipes.schema import UserError
+from recipes.schema import UserError, counted
 from runtime.records import notes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ def tree(folder: Path) -> list[str]:
         raise UserError(f"{folder.name}: it has recorded no step yet")
     reached = reached_steps(folder)
     current = lineage(lines)
-    several = f"{len(opened)} segments" if len(opened) > 1 else "1 segment"
+    several = counted(len(opened), "segment")
     rows = [f"{folder.name}: {several}, now in segment {current.segment}"]
     return rows + grown(folder, lines, 0, reached, 0)
 

@@ -19,6 +19,7 @@ from compare.results import (
     ratios,
     surroundings,
 )
+from recipes.schema import counted
 from recipes.table import table
 from runtime.memory import MIB
 
@@ -95,14 +96,15 @@ def setting(shown: Comparison) -> list[str]:
     commit = (around.get("commit") or "unknown")[:12]
     lines = [
         f"- {run.parameters:,} parameters, {run.knobs['precision']}, steps {first} to {last} of"
-        f" {run.lines[-1]['tokens_per_step']:,} tokens, {ranks} rank{'s' * (ranks > 1)}",
+        f" {run.lines[-1]['tokens_per_step']:,} tokens, {counted(ranks, 'rank')}",
         f"- {device}, {around.get('cores')} cores, {around.get('threads')} per rank; torch"
         f" {around.get('torch')}, deepspeed {packages.get('deepspeed')}",
         f"- commit {commit}{' with uncommitted changes' * bool(around.get('uncommitted_changes'))}",
     ]
     if shown.is_sweep and rounds > 1:
         lines.append(
-            f"- {rounds} rounds; in each, every variant once, so that a machine that drifts slows"
+            f"- {counted(rounds, 'round')}; in each, every variant once, so that a machine that"
+            " drifts slows"
             " all alike"
         )
     elif shown.is_sweep:
@@ -151,7 +153,7 @@ def verdict(result: Agreement | None) -> str:
         return "Losses: one run, nothing to compare."
     if result.reason is not None:
         return f"Losses are not compared: {result.reason}."
-    size = f"{result.largest:.2g} over {result.steps} steps"
+    size = f"{result.largest:.2g} over {counted(result.steps, 'step')}"
     if result.bound is None:
         return f"Losses: the largest relative difference is {size} (no bound outside fp32)."
     if result.is_broken:

@@ -100,12 +100,11 @@ def read_run(folder: Path, number: int = 1) -> RunResult:
         raise UserError(f"{folder.name}: no record of a run in {folder} (no {METRICS})")
     try:
         numbers = summary(folder)
-        lines = [line for line in read_metrics(folder) if line["segment"] == newest(folder)]
+        every = read_metrics(folder)
+        lines = [line for line in every if line["segment"] == every[-1]["segment"]]
         endings = [event for event in read_events(folder) if "peak_memory_gib" in event]
         recipe = compose(str(folder / "recipe.yaml")).recipe
-        layout, environment = (
-            json.loads((folder / name).read_text()) for name in ("layout.json", "environment.json")
-        )
+        layout, environment = (read_json(folder / n) for n in ("layout.json", "environment.json"))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder.name}: its record cannot be read: {error}") from None
     if not lines:
@@ -124,10 +123,14 @@ def read_run(folder: Path, number: int = 1) -> RunResult:
     )
 
 
-def newest(folder: Path) -> int:
-    """The segment that was written last."""
-    lines = read_metrics(folder)
-    return lines[-1]["segment"] if lines else 0
+def read_json(path: Path) -> Any:
+    """What a file of the record says. Raises ValueError with its name."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path.name} is damaged ({error}); a start of the run writes it anew"
+        ) from None
 
 
 def ratios(side: Side, base: Side) -> Three | None:

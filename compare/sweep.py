@@ -41,7 +41,7 @@ from compare.variants import (
 )
 from data.schedule import schedule_of
 from recipes.command import Parser, add_words, refuse, words_of
-from recipes.schema import UserError, read_ranks
+from recipes.schema import UserError, counted, read_ranks
 from runtime.records import notes
 from runtime.settle import settle
 
@@ -129,8 +129,9 @@ def announcement(wanted: Plan) -> str:
     runs, ranks = len(wanted.turns()), wanted.ranks
     labels = "; ".join(variant.label for variant in wanted.variants)
     return (
-        f"{wanted.name}: {len(wanted.variants)} variants x {wanted.repeats} rounds = {runs} runs of"
-        f" {wanted.steps} steps on {ranks} rank{'s' * (ranks > 1)}\n{labels}"
+        f"{wanted.name}: {counted(len(wanted.variants), 'variant')} x"
+        f" {counted(wanted.repeats, 'round')} = {counted(runs, 'run')} of"
+        f" {counted(wanted.steps, 'step')} on {counted(ranks, 'rank')}\n{labels}"
     )
 
 

@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from data.duplicates import mark_first
 from data.provenance import SCHEMA, SUFFIX, ProvenanceWriter
-from data.shardfile import PublishedFile, ShardWriter
+from data.shardfile import PublishedFile, ShardWriter, file_hash
 
 SPLITS = ("train", "valid")
 
@@ -192,7 +191,7 @@ def write_shard(task: ShardTask, parts: Iterable[Part], advance: Callable[[int],
         advance(part.ids.nbytes)
     assert (writer.num_tokens, writer.num_documents) == (task.tokens, task.documents)
     provenance.close()
-    side = _file_xxh3(provenance.path)
+    side = file_hash(provenance.path)
     entry = PublishedFile(task.folder.parent / "shards" / f"{task.name}.json")
     text = {"key": task.key, "entry": writer.close(), "side": {provenance.path.name: side}}
     entry.write(json.dumps(text).encode())
@@ -291,7 +290,3 @@ def _are_in(words: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     known = {tuple(row) for row in wanted[np.isin(wanted[:, 0], words[some, 0])].tolist()}
     found[some] = [tuple(row) in known for row in words[some].tolist()]
     return found
-
-
-def _file_xxh3(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from data.blocks import side_file_bytes
 from data.indexed import Shard, check_shard
-from data.shardfile import PublishedFile, sync_folder
+from data.shardfile import PublishedFile, file_hash, sync_folder
 from data.shards import Split
 from recipes.schema import UserError
 
@@ -275,7 +274,7 @@ def _checked_shard(folder: Path, entry: Mapping, manifest: Mapping) -> Shard:
             )
     for suffix, expected in hashed.items():
         path = prefix.with_suffix(suffix)
-        found = _file_hash(path)
+        found = file_hash(path)
         if found != expected:
             raise UserError(
                 f"{path}: expected xxh3 {expected}, found {found}: the file is damaged; "
@@ -304,11 +303,3 @@ def _compare(shard: Shard, entry: Mapping, manifest: Mapping) -> None:
             f"{shard.bin_path}: expected an end id {manifest['eod_id']} for each of "
             f"{shard.num_documents} documents, found {entry['eod_count']}; build the corpus again"
         )
-
-
-def _file_hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()

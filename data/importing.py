@@ -29,11 +29,11 @@ from data.corpus import write_manifest
 from data.foreign import TYPES, Foreign, find_foreign
 from data.indexed import CODES, token_dtype
 from data.linking import Facts, link, link_unread, why_not
-from data.publish import INPUTS, file_hash, write_lines
+from data.publish import INPUTS, write_lines
 from data.report import report_lines
 from data.rewriting import Places, rewrite
 from data.settings import knob_lines, read_words
-from data.shardfile import sync_folder
+from data.shardfile import file_hash, sync_folder
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.workers import progress_bar
 from data.writer import hash_limit

@@ -40,11 +40,11 @@ from data.encoding import EngineDiffers, choose_engine
 from data.held_out import held_digests
 from data.indexed import token_dtype
 from data.inputs import InputFile, Unit, check_unchanged, find_inputs, parts_of, plan_units
-from data.publish import Made, file_hash, summaries, write_fields
+from data.publish import Made, summaries, write_fields
 from data.reading import check_columns, read_unit
 from data.report import report_lines
 from data.settings import Settings, knob_lines, read_settings
-from data.shardfile import sync_folder
+from data.shardfile import file_hash, sync_folder
 from data.shuffle import plan_shuffled, shuffled
 from data.tokenizer import TextTokenizer, open_tokenizer
 from data.unit import UnitTask, build_unit, count_lines, read_summary, unit_key

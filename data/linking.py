@@ -14,8 +14,7 @@ import xxhash
 
 from data.blocks import BlockHasher
 from data.foreign import Foreign
-from data.publish import file_hash
-from data.shardfile import PublishedFile
+from data.shardfile import PublishedFile, file_hash
 
 
 @dataclass

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import xxhash
 
 from data.assemble import Done, ShardTask
 from data.corpus import write_manifest
@@ -25,7 +24,7 @@ from data.documents import POLICY
 from data.indexed import token_dtype
 from data.inputs import ORDER_RULE, InputFile
 from data.settings import Settings
-from data.shardfile import PublishedFile, sync_folder
+from data.shardfile import PublishedFile, file_hash, sync_folder
 from data.shuffle import RULE
 from data.tokenizer import TextTokenizer, library_version
 from data.unit import read_summary
@@ -178,13 +177,3 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
         file.write((line + "\n").encode())
     file.publish()
     return file.digest()
-
-
-def file_hash(path: Path) -> str:
-    """xxh3-128 of a file, or of the files of a folder in order of their names."""
-    digest = xxhash.xxh3_128()
-    for one in sorted(path.iterdir()) if path.is_dir() else [path]:
-        with open(one, "rb") as file:
-            while data := file.read(1 << 20):
-                digest.update(data)
-    return digest.hexdigest()

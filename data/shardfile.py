@@ -219,3 +219,13 @@ def _running_sums(column: _Spill, scale: int):
         ends = np.cumsum(chunk, dtype=np.int64)
         yield ((before + ends - chunk) * scale).astype("<i8", copy=False)
         before += int(ends[-1])
+
+
+def file_hash(path: Path) -> str:
+    """xxh3-128 of a file, or of the files of a folder in order of their names."""
+    digest = xxhash.xxh3_128()
+    for one in sorted(path.iterdir()) if path.is_dir() else [path]:
+        with open(one, "rb") as file:
+            while data := file.read(1 << 20):
+                digest.update(data)
+    return digest.hexdigest()

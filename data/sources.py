@@ -19,7 +19,7 @@ from data.mixture import shares_of
 from data.shards import Split
 from data.skips import Skips, merged
 from data.tokenizer import load_tokenizer
-from recipes.schema import Data, UserError
+from recipes.schema import Data, UserError, counted
 
 MANY_EPOCHS = 4  # beyond it repeated text gives little (Muennighoff et al. 2023, arXiv:2305.16264)
 
@@ -145,7 +145,8 @@ def twins(corpora: Mapping[str, Corpus]) -> list[str]:
             if other != uid and shard["tokens"]:
                 warnings.setdefault((other, uid), []).append(shard["tokens"])
     return [
-        f"data.sources.{uid} and data.sources.{other} share {len(tokens)} equal shards of"
+        f"data.sources.{uid} and data.sources.{other} share {counted(len(tokens), 'equal shard')}"
+        " of"
         f" {sum(tokens):,} tokens, which count twice; keep one of them, and give it more weight"
         for (other, uid), tokens in warnings.items()
     ]

@@ -16,7 +16,6 @@ of `window_tokens`; a longer window is cut into equal parts, which are consecuti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.corpus import Corpus
+from data.evaluation import evaluation_batches, evaluation_set
 from data.masks import Masked, masked
 from data.mixture import Stages
 from data.order import ORDER_VERSION, Order
@@ -34,7 +34,7 @@ from data.schedule import Schedule
 from data.shards import Split
 from data.skips import Mask, Skips, digest
 from data.sources import SourceUse, check_epochs, check_updates, num_windows, open_sources, twins
-from data.windows import Batch, Rows, cuts, make_batches, num_targets
+from data.windows import Batch, Rows, cuts, make_batches, num_targets, own_positions
 from recipes.schema import Data, UserError
 
 # Done at once, to spread numpy's cost per call over small steps:
@@ -219,17 +219,13 @@ class Stream:
         so an uneven set neither hangs nor counts twice. Raises UserError when there is nothing to
         evaluate on.
         """
-        source, start = self._evaluation_set(eval_tokens)
-        slab = data_size * micro_batch
-        mine = own_positions(-(-len(source) // slab) * slab, data_rank, data_size, micro_batch)
-        row, position = self._valid.document_starts(source, start)
-        real = mine[mine < len(source)]
-        tokens, hashes = self._valid.read(source[real], start[real])
-        padding = len(mine) - len(real)  # stands at the end: positions ascend
-        tokens = np.pad(tokens, ((0, padding), (0, 0)))
-        hashes = np.pad(hashes, (0, padding))
-        rows = self._valid.rows(tokens, hashes, source, row, position, mine)
-        return make_batches(rows, micro_batch, self.data.attend, is_padding=mine >= len(source))
+        chosen = self._evaluation_set(eval_tokens)
+        place = data_rank, data_size, micro_batch
+        return evaluation_batches(self._valid, *chosen, *place, self.data.attend)
+
+    def _evaluation_set(self, eval_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, first token in its validation split) of the evaluation samples, (n,) int64."""
+        return evaluation_set(self._valid.splits, self.mixture, self.seq_len, eval_tokens)
 
     def state(self) -> dict:
         """What a checkpoint records besides the step: equal states give equal batches at every
@@ -444,24 +440,6 @@ class Stream:
             return None
         return masked(source, start, self.seq_len, ranges, is_damaged)
 
-    def _evaluation_set(self, eval_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, first token in its validation split) of the evaluation samples, (n,) int64."""
-        wanted = eval_tokens // self.seq_len
-        if wanted < 1:
-            raise UserError(
-                f"eval_tokens={eval_tokens} is less than one sequence of seq_len={self.seq_len}; "
-                "raise it, or set 0 for no evaluation"
-            )
-        available = [num_windows(split, self.seq_len) for split in self._valid.splits]
-        taken = np.minimum(self.mixture.first_draws(wanted), available)
-        if not taken.sum():
-            raise UserError(
-                f"eval_tokens={eval_tokens}: no source has {self.seq_len + 1} held-out tokens; "
-                "build a corpus with a validation split, or set eval_tokens=0 for no evaluation"
-            )
-        start = np.concatenate([np.arange(count) * self.seq_len for count in taken])
-        return np.repeat(np.arange(len(taken)), taken), start
-
 
 def open_stream(
     data: Data, seed: int, seq_len: int, schedule: Schedule, root: Path, vocab_size: int
@@ -479,21 +457,3 @@ def open_stream(
 def stage_steps(data: Data) -> list[int]:
     """The data steps at which some weight changes, ascending, 0 first."""
     return sorted({first for source in data.sources.values() for first, _ in source.stages()})
-
-
-@functools.lru_cache(maxsize=64)
-def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) -> np.ndarray:
-    """Positions in the global batch that a data-parallel rank trains on, in its order, int64."""
-    assert 0 <= data_rank < data_size
-    slab = data_size * micro_batch
-    if batch % slab:
-        low = batch // slab * slab
-        nearest = f"{low} or {low + slab}" if low else f"{slab}"
-        raise UserError(
-            f"a global batch of {batch} sequences is not a multiple of {data_size} data ranks x "
-            f"micro_batch {micro_batch} = {slab}; nearest: {nearest} sequences"
-        )
-    micro_step = np.arange(0, batch, slab)[:, None]
-    positions = (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
-    positions.flags.writeable = False  # shared by all who ask
-    return positions

@@ -21,13 +21,14 @@ import xxhash
 from data.blocks import BLOCK_BYTES, read_exactly, side_file_bytes
 from data.corpus import MANIFEST, open_corpus
 from data.provenance import SUFFIX
-from data.publish import INPUTS, file_hash
+from data.publish import INPUTS
+from data.shardfile import file_hash
 from data.tokenizer import load_tokenizer
 from data.workers import run_tasks
 from recipes.command import Parser, refuse
 from recipes.cores import usable
 from recipes.exits import FAILED
-from recipes.schema import UserError
+from recipes.schema import UserError, counted
 
 MOST_SHOWN = 20
 
@@ -168,9 +169,15 @@ def main(arguments: list[str] | None = None) -> int:
     shards = [entry for entries in manifest["splits"].values() for entry in entries]
     size, seconds = sum(s["bin_bytes"] for s in shards), time.monotonic() - start
     unread = sum(shard["xxh_xxh3"] is None for shard in shards)
-    print(f"{options.corpus}: whole; {len(shards)} shards, {size:,} bytes in {seconds:.1f} s")
+    print(
+        f"{options.corpus}: whole; {counted(len(shards), 'shard')}, {size:,} bytes in"
+        f" {seconds:.1f} s"
+    )
     if unread:
-        print(f"  {unread} shards have no hashes (imported with QUICK=1): only ids were checked")
+        print(
+            f"  {counted(unread, 'shard')} without hashes (imported with QUICK=1): only ids were"
+            " checked"
+        )
     return 0
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipes.schema import UserError
+
 NO_CUTS = np.zeros(0, dtype=np.int64)
 IGNORED = -100  # torch's and Hugging Face's mark for "no target here"
 
@@ -188,3 +190,21 @@ def _uncut(num_rows: int, seq_len: int) -> np.ndarray:
     padded = np.full(count, num_rows * seq_len, dtype=np.int32)
     padded[: num_rows + 1] = np.arange(num_rows + 1) * seq_len
     return padded
+
+
+@functools.lru_cache(maxsize=64)
+def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) -> np.ndarray:
+    """Positions in the global batch that a data-parallel rank trains on, in its order, int64."""
+    assert 0 <= data_rank < data_size
+    slab = data_size * micro_batch
+    if batch % slab:
+        low = batch // slab * slab
+        nearest = f"{low} or {low + slab}" if low else f"{slab}"
+        raise UserError(
+            f"a global batch of {batch} sequences is not a multiple of {data_size} data ranks x "
+            f"micro_batch {micro_batch} = {slab}; nearest: {nearest} sequences"
+        )
+    micro_step = np.arange(0, batch, slab)[:, None]
+    positions = (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
+    positions.flags.writeable = False  # shared by all who ask
+    return positions

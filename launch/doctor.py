@@ -26,7 +26,7 @@ from launch.preflight import Inspection, Plan, preflight, wanted_port
 from recipes.command import Parser
 from recipes.exits import DO_NOT_RETRY
 from recipes.output import make_lossy
-from recipes.schema import UserError, read_ranks
+from recipes.schema import UserError, counted, read_ranks
 
 RESULT = ".cache/links.json"
 LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
@@ -101,7 +101,7 @@ def collective(
         for rank in result["wrong"]
     ]
     num_ranks = per_host * len(names)
-    say(f"all-reduce over {num_ranks} ranks ({device}): {'wrong' if wrong else 'right'}")
+    say(f"all-reduce over {counted(num_ranks, 'rank')} ({device}): {'wrong' if wrong else 'right'}")
     if speeds:
         slowest, fastest = min(speeds.values()), max(speeds.values())
         say(f"links between hosts: {len(speeds)}, {slowest:.0f} to {fastest:.0f} MiB/s")
@@ -115,8 +115,8 @@ def describe(host: str, f: dict) -> str:
     speed = f["disk_mib_per_s"]["runs/"]
     return (
         f"{host}: Python {f['python']}, torch {packages.get('torch')}, deepspeed"
-        f" {packages.get('deepspeed')}, {f['cores']} cores, {f['memory_gib']:.0f} GiB,"
-        f" {len(cards)} GPUs{' (' + cards[0]['name'] + ')' if cards else ''},"
+        f" {packages.get('deepspeed')}, {counted(f['cores'], 'core')}, {f['memory_gib']:.0f} GiB,"
+        f" {counted(len(cards), 'GPU')}{' (' + cards[0]['name'] + ')' if cards else ''},"
         f" runs/ {f['disk']['runs/']:.0f} GiB free, {speed or 0:.0f} MiB/s"
     )
 

@@ -21,7 +21,7 @@ from launch.cluster import Cluster
 from launch.hostfile import Host
 from launch.judge import names
 from launch.preflight import Inspection, Plan, preflight
-from recipes.schema import Restart, UserError
+from recipes.schema import Restart, UserError, counted
 
 DAY_S = 86_400.0
 AGAIN_S = 10.0  # between two tries of hosts that are not fit
@@ -141,11 +141,11 @@ class Fleet:
             self.resize(len(left))
         except UserError as refused:
             raise UserError(
-                f"{waited}; {len(left)} hosts are no way out", *refused.problems
+                f"{waited}; {counted(len(left), 'host')}: no way out", *refused.problems
             ) from None
         self.cluster = replace(self.cluster, hosts=left)
         self.spares += wrong
-        self.say(f"{waited}; going on with {len(left)} hosts (restart.shrink)")
+        self.say(f"{waited}; going on with {counted(len(left), 'host')} (restart.shrink)")
         for host in wrong:
             self.note(host.name, "left_out", why=said(error, host))
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.schema import counted
+
 # Leases, time stamps and certificates; two clocks kept by NTP are a hundredth of this apart.
 MAX_SKEW_S = 2.0
 LEAST_GIB = {"temporary files": 0.1, "/dev/shm": 0.06}
@@ -126,7 +128,8 @@ def odd_code(facts: Mapping[str, Facts]) -> list[str]:
         if changed:
             shown = ", ".join(changed[:5]) + (" ..." if len(changed) > 5 else "")
             lines.append(
-                f"{host}: code differs from the other hosts' in {len(changed)} files ({shown});"
+                f"{host}: code differs from the other hosts' in {counted(len(changed), 'file')}"
+                f" ({shown});"
                 " share one folder, or check out the same commit"
             )
     return lines

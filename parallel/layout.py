@@ -17,7 +17,7 @@ from typing import NamedTuple
 from model.cost import parameters
 from parallel.legal import batch_pieces, nearest, problems
 from parallel.stages import stage_bounds
-from recipes.schema import Model, Recipe, UserError
+from recipes.schema import Model, Recipe, UserError, counted
 
 
 class Coordinates(NamedTuple):
@@ -69,12 +69,13 @@ class Layout:
     def describe(self) -> str:
         """One line for people: every axis with its size, and the batch."""
         counts = " then ".join(str(count) for _, count in self.accumulation)
-        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        ranks = counted(self.world, "rank")
         stages = [str(end - first) for first, end in pairwise(self.bounds)]
         blocks = f"; blocks per stage {' '.join(stages)}" if stages else ""
         return (
             f"{ranks} = pipeline {self.pipeline} x data {self.data} x context {self.context}"
-            f" x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch {self.micro_batch} sequences,"
+            f" x tensor {self.tensor}, ZeRO-{self.stage}; micro-batch"
+            f" {counted(self.micro_batch, 'sequence')},"
             f" accumulation {counts}{blocks}"
         )
 

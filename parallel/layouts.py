@@ -20,7 +20,7 @@ from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, r
 from parallel.traffic import context_bytes, pipeline_bytes, tensor_bytes
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, counted, read_ranks
 from recipes.table import table
 from runtime.engine_config import load_preset
 from runtime.settle import json_for
@@ -97,13 +97,15 @@ def text(
     head = ["tensor", "context", "pipeline", "data", "zero", "accumulation", "state GiB/rank"]
     head += ["bubble", "GB said per rank and step: tensor, context, pipeline", ""]
     lines = ["what may be combined", table(combinations()), ""]
-    lines += [f"{len(legal)} legal layouts of {world} ranks, leanest state first"]
+    lines += [
+        f"{counted(len(legal), 'legal layout')} of {counted(world, 'rank')}, leanest state first"
+    ]
     lines += [table([head, *shown])]
     if len(shown) < len(rows):
         lines += [f"  {len(rows) - len(shown)} more: ALL=1"]
     lines += ["", f"illegal: {len({name for names in illegal.values() for name in names})}"]
     for problem, names in by_rule(illegal).items():
-        count = f"{len(names)} layouts" if len(names) > 1 else "1 layout"
+        count = counted(len(names), "layout")
         lines += [
             f"  {problem}",
             f"    {count}: {'; '.join(names[:3])}{'; ...' * (len(names) > 3)}",

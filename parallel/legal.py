@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from parallel.stages import bounds_problem
-from recipes.schema import Parallel, Recipe
+from recipes.schema import Parallel, Recipe, counted
 
 
 def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
@@ -69,7 +69,9 @@ def nearest(recipe: Recipe, world: int, stage: int, most: int = 3) -> list[str]:
             found.append(overrides(candidate.parallel, zero))
         if len(found) == most:
             break
-    return [f"nearest legal layouts of {world} ranks: " + "; ".join(found)] if found else []
+    return (
+        [f"nearest legal layouts of {counted(world, 'rank')}: " + "; ".join(found)] if found else []
+    )
 
 
 def overrides(axes: Parallel, stage: int) -> str:

@@ -25,6 +25,7 @@ from recipes.values import UserError as UserError
 from recipes.values import as_float as as_float
 from recipes.values import as_int as as_int
 from recipes.values import as_written as as_written
+from recipes.values import counted as counted
 from recipes.values import did_you_mean as did_you_mean
 from recipes.values import knob as knob
 from recipes.values import read_ranks as read_ranks

@@ -23,7 +23,7 @@ from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
 from recipes.command import Parser, add_words, refuse, words_of
 from recipes.compose import Composed, compose
-from recipes.schema import Recipe, UserError, read_ranks
+from recipes.schema import Recipe, UserError, counted, read_ranks
 from recipes.table import scaled, table
 from runtime.engine_check import confirm
 from runtime.engine_config import ds_problems
@@ -169,7 +169,8 @@ def text(shown: dict[str, Any]) -> str:
         f"  {shown['layout_text']}",
         "",
         "run",
-        f"  {run['parameters']:,} parameters, {run['steps']:,} steps, {run['tokens']:,} tokens"
+        f"  {run['parameters']:,} parameters, {counted(run['steps'], 'step')}, {run['tokens']:,}"
+        " tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
         *_warmed_up(run["warmed_up"]),

@@ -104,6 +104,11 @@ def read_ranks(variable: str, text: str) -> int:
     return int(text)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 rank`, `2 ranks`; a large number with commas."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def split_words(variable: str, text: str) -> list[str]:
     """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
 

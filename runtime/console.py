@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from recipes.schema import counted
+
 REDRAW_S = 0.1  # a faster line is not read, and costs time over a slow connection
 BAR_WIDTH = 24
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
@@ -209,7 +211,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     else:
         text = (
             f"speed {summary['tokens_per_s']:,.0f} tokens/s over all ranks, median of "
-            f"{summary['num_steady_steps']} steps (quartiles {summary['tokens_per_s_p25']:,.0f} to "
+            f"{counted(summary['num_steady_steps'], 'step')} (quartiles"
+            f" {summary['tokens_per_s_p25']:,.0f} to "
             f"{summary['tokens_per_s_p75']:,.0f}); first step, evaluation and saves excluded"
         )
         lines.append(text + ("" if summary["mfu"] is None else f"; MFU {summary['mfu']:.1%}"))
@@ -218,5 +221,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
             f"peak  {summary['peak_memory_gib']:.2f} GiB {summary['memory_of']} memory of rank 0"
         )
     if summary["skipped_steps"]:
-        lines.append(f"      {summary['skipped_steps']} steps skipped (without an update)")
+        lines.append(
+            f"      {counted(summary['skipped_steps'], 'step')} skipped (without an update)"
+        )
     return "\n".join(lines)

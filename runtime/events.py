@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.schema import counted
 from runtime.console import duration
 from runtime.presence import is_living, launcher
 from runtime.records import EVENTS, EVENTS_HAVE, read_line
@@ -50,7 +51,7 @@ def plain(value: Any) -> str:
 def began_text(event: Mapping[str, Any]) -> str:
     """A life begins."""
     where = f"after step {event['after_step']}" if event.get("after_step") else "from the start"
-    return f"{where}, {event.get('world', '?')} ranks"
+    return f"{where}, {counted(event['world'], 'rank') if 'world' in event else '? ranks'}"
 
 
 def saved_text(event: Mapping[str, Any]) -> str:

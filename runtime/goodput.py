@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.lineage import lineage_of
+from recipes.schema import counted
 from runtime import forecast
 from runtime.console import duration
 from runtime.lives import unix_s
@@ -231,9 +232,8 @@ def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
     ]
     rows.append(["total", f"{whole_s:,.1f}", f"{sum(part.values()):.1%}", ""])
     head = (
-        f"{name}: {duration(whole_s)} of wall clock, {len(lives)}"
-        f" {'life' if len(lives) == 1 else 'lives'},"
-        f" {failures} failure{'' if failures == 1 else 's'},"
+        f"{name}: {duration(whole_s)} of wall clock,"
+        f" {counted(len(lives), 'life', 'lives')}, {counted(failures, 'failure')},"
         f" goodput {part['useful']:.1%}"
     )
     return head, rows

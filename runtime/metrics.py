@@ -22,6 +22,7 @@ from typing import Any
 
 from checkpoint.lineage import lineage_of
 from recipes.redaction import redact, secret_values
+from recipes.schema import counted
 from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.device_table import throttle_names
@@ -97,7 +98,8 @@ class MetricsWriter:
         removed, kept = records.truncate_after(path, self.segment, after_step)
         if removed:
             self._say(
-                f"{path}: removed {removed} lines past step {after_step}, to be trained again"
+                f"{path}: removed {counted(removed, 'line')} past step {after_step}, to be"
+                " trained again"
             )
         own = lineage_of(self.folder).own(kept)
         before = [line for line in own if line["step"] <= after_step]

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from recipes.cores import allow_open_files, usable
 from recipes.redaction import redact, secret_values
-from recipes.schema import Cluster, Shared, UserError
+from recipes.schema import Cluster, Shared, UserError, counted
 from runtime import builds, meeting
 from runtime.trust import keep_to_owner
 
@@ -137,7 +137,8 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
         count = torch.cuda.device_count()
         if local_world > count:
             raise UserError(
-                f"{local_world} ranks were started on a host that shows {count} GPUs; start at most"
+                f"{local_world} ranks were started on a host that shows {counted(count, 'GPU')};"
+                " start at most"
                 f" {count} on it (NPROC={count}), or set cluster.device=cpu"
             )
         return torch.device("cuda", local_rank)

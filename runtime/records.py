@@ -159,6 +159,10 @@ def losses(folder: Path, after_step: int) -> list[str]:
                 f"{name} lacks {missing} of the steps up to {after_step}: they were trained, and"
                 " their lines are gone"
             )
+    starts = {0, *(line["first_step"] - 1 for line in lineage.segments(lineage.read(folder)))}
+    first = next(iter(read_events(folder, "began")), {})
+    if first.get("after_step", 0) not in starts:  # it went on from a life that left no word
+        told.append(f"{EVENTS} lacks the lives before life {first['life']}")
     return told
 
 

@@ -35,7 +35,7 @@ from recipes.check import to_recipe
 from recipes.command import Parser, count_of, refuse
 from recipes.compose import recipe_yaml
 from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED
-from recipes.schema import UserError, read_ranks
+from recipes.schema import UserError, counted, read_ranks
 from recipes.table import table
 from runtime import environment
 from runtime.records import METRICS, read_events, read_metrics, record_event
@@ -202,7 +202,8 @@ def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
     folder = order.folder_of(number)
     prepare(order, folder)
     print(
-        f"try {number}: steps {order.before + 1} to {order.step}, ranks: {order.nproc}", flush=True
+        f"try {number}: steps {order.before + 1} to {order.step} on {counted(order.nproc, 'rank')}",
+        flush=True,
     )
     command = [
         sys.executable, "-m", "launch.local", "--with-parent", "--nproc", str(order.nproc), "--",

@@ -30,7 +30,7 @@ from checkpoint.interval import Cost, Pace
 from checkpoint.lease import Lease
 from checkpoint.manifest import folder_name
 from checkpoint.state import RunState, random_states
-from recipes.schema import Recipe, Shared
+from recipes.schema import Recipe, Shared, counted
 from runtime import run_folder
 from runtime.engine import Engine
 from runtime.heartbeat import HEART
@@ -302,7 +302,8 @@ class Saver:
         pace = self.pace
         facts = {"step": step, "interval": pace.interval, "next": pace.next}
         facts |= {"stalls_s": pace.stalls_s, "saves_s": pace.saves_s, "mtbf_s": pace.mtbf_s}
-        text = f"a save every {pace.interval} steps from step {step} on (checkpoint.interval=auto)"
+        every = counted(pace.interval, "step")
+        text = f"a save every {every} from step {step} on (checkpoint.interval=auto)"
         self.tell(Note("interval", text, facts))
 
     def _begin(self, step: int, health: dict[str, Any], began: float, again: bool = False) -> None:

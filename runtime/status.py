@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.manifest import NAME, committed
+from recipes.schema import counted
 from runtime.console import duration, number
 from runtime.events import line_of
 from runtime.goodput import FAILURES, is_end
@@ -161,7 +162,7 @@ def record(state: State) -> list[str]:
         lines[0] += f"  (newest line {duration(max(0.0, state.now_s - state.line_s))} old)"
     if state.saved:
         step, at = state.saved
-        behind = f", {state.lines[-1]['step'] - step} steps back" if state.lines else ""
+        behind = f", {counted(state.lines[-1]['step'] - step, 'step')} back" if state.lines else ""
         age = duration(max(0.0, state.now_s - at))
         lines.append(f"  newest checkpoint: step {step}, {age} old{behind}")
     else:

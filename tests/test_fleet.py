@@ -150,7 +150,7 @@ def test_where_it_does_not_come_back_the_run_stops_or_shrinks(monkeypatch):
     world = World(monkeypatch, spares=0, wait_s=0, shrink=True)
     world.mend(None)
     world.unfit = {"b"}
-    with pytest.raises(UserError, match=r"1 hosts are no way out\nbatch_tokens does not divide"):
+    with pytest.raises(UserError, match=r"1 host: no way out\nbatch_tokens does not divide"):
         world.mend("lost_host", "b")
     world.most_hosts = 1
     assert world.mend("lost_host", "b") == ["a"]

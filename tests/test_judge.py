@@ -82,7 +82,7 @@ ODD = {
     "a version": (lambda f: f["packages"].update(torch="2.12.1"), ["torch 2.12.1", "2.13.0 on n1"]),
     "a package that lacks": (lambda f: f["packages"].pop("numpy"), ["numpy is not installed"]),
     "python": (lambda f: f.update(python="3.12.1"), ["python 3.12.1"]),
-    "code": (lambda f: f["code"].update({"pretrain.py": "zz"}), ["code", "1 files (pretrain.py)"]),
+    "code": (lambda f: f["code"].update({"pretrain.py": "zz"}), ["code", "1 file (pretrain.py)"]),
     "a variable": (
         lambda f: f["environment"].update(NCCL_ALGO="Tree"),
         ["variable NCCL_ALGO Tree", "Ring"],

@@ -240,6 +240,8 @@ def test_a_damaged_record_stops_no_start_and_is_told_once(tmp_path):
     (folder / "events.jsonl").write_bytes(b"")
     make_writer(folder, after_step=2).close()
     assert [event["life"] for event in read_events(folder, "began")] == [3]  # no step has it yet
+    found = [event["text"] for event in read_events(folder, "damaged_record")]
+    assert found[-1] == "events.jsonl lacks the lives before life 3"
 
 
 def test_repair_leaves_a_whole_file_and_a_missing_one_alone(tmp_path):

@@ -10,7 +10,7 @@ from data.schedule import schedule_of
 from launch import local
 from parallel.layout import solve
 from recipes.compose import GROUPS, RECIPES, compose, dishes, ingredients
-from recipes.schema import UserError
+from recipes.schema import UserError, counted
 from runtime.engine_config import load_preset
 from runtime.settle import settle
 
@@ -91,3 +91,11 @@ def test_a_wrong_knob_hides_neither_ds_keys_nor_corpora():
         assert problems[0].startswith(first)
         assert "no/where has no manifest.json" in problems[-1]
         assert len(problems) == len(words) + 1
+
+
+def test_one_of_something_is_no_plural():
+    assert [counted(n, "step") for n in (0, 1, 2, 2000)] == [
+        "0 steps", "1 step", "2 steps", "2,000 steps"
+    ]  # fmt: skip
+    assert counted(1, "life", "lives") == "1 life"
+    assert counted(3, "life", "lives") == "3 lives"

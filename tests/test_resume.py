@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(warm, clone, straight):
     assert f"kept as step-{STEPS:08d}.damaged-1" in done.stdout
     (event,) = read_events(run, "damaged_checkpoint")
     assert (event["checkpoint"], event["damage"]) == (f"step-{STEPS:08d}", "flipped")
-    assert "rank-00000.bin: 1 blocks differ" in event["problems"][0]
+    assert "rank-00000.bin: differs from its digests in 1 block" in event["problems"][0]
     assert [step for step, _ in committed(run / "checkpoints")] == [12, STEPS, STEPS + 2]
     assert "going on from checkpoint step 12" in done.stdout
     assert [line["step"] for line in lines_of(run)] == list(range(1, STEPS + 3))

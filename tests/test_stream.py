@@ -19,9 +19,8 @@ from data.corpus import open_corpus, read_manifest
 from data.documents import Document
 from data.ledger import batch_hash, in_batch_order
 from data.order import order_seed, splitmix64
-from data.stream import own_positions
 from data.tokenizer import byte_tokenizer, train_bpe
-from data.windows import IGNORED
+from data.windows import IGNORED, own_positions
 from data.writer import write_text_corpus
 from recipes.schema import Skip, Source, UserError
 
@@ -369,7 +368,7 @@ def test_equal_shards_of_two_corpora_are_a_warning(tmp_path):
     write_corpus(tmp_path / "c", random_documents(20, 10, 30, seed=1))
     stream = stream_of(tmp_path, {"a": 1, "b": 1, "c": 1})
     (line,) = [line for line in stream.check(1) if "count twice" in line]
-    assert "data.sources.b and data.sources.a share 1 equal shards of" in line
+    assert "data.sources.b and data.sources.a share 1 equal shard of" in line
 
 
 def test_another_tokenizer_of_equal_size_is_refused(tmp_path):
