@@ -222,6 +222,26 @@ def test_a_run_of_another_recipe_is_never_overwritten(warm, pair):
     assert (pair / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_traceback_of_the_entry_alone_shows_no_secret(clone, tmp_path):
+    """As under torchrun, where no launcher of ours reads what a rank prints."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "def fail(*_): raise RuntimeError('cannot open with ' + os.environ['MY_PASSWORD'])\n"
+        "import recipes.compose\n"
+        "recipes.compose.compose_command = fail\n"
+    )
+    done = run_command(
+        [sys.executable, "pretrain.py", *SMALL, "run=leak"],
+        120,
+        cwd=clone,
+        PYTHONPATH=f"{tmp_path}:{clone}",
+        MY_PASSWORD="planted-91-secret",
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: cannot open with ***" in done.stdout
+    assert "planted-91-secret" not in done.stdout
+
+
 def test_a_folder_of_something_else_is_left_alone(clone, warm):
     (clone / "runs" / "mine").mkdir(parents=True)
     (clone / "runs" / "mine" / "thesis.txt").write_text("years")
