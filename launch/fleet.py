@@ -47,11 +47,13 @@ class Fleet:
     tell: Callable[[str, str], None] = lambda kind, text: None
     plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # found unfit since the last life
 
     def mend(self, life: Life | None, lost: Iterable[str] = ()) -> Plan:
         """The plan of the next life, after `life`, in which the hosts `lost` went away. Raises
         UserError where there is no way."""
         lost = set(lost)
+        self.told.clear()
         for host in [host for host in self.cluster.hosts if host.name in lost]:
             self._replace(host, "lost", lost)
         for host, times in self.barred().items():
@@ -123,7 +125,10 @@ class Fleet:
         self.spares = [other for other in self.spares if other is not spare] + [host]
         self.plan = None
         self.say(f"spare {spare.name} takes the place of {host.name} ({why})")
-        cause = {} if why.startswith(("lost", "barred")) else {"cause": "unfit"}
+        # Tried again and again in one outage it has failed once, and is not barred when it is back.
+        is_new = not why.startswith(("lost", "barred")) and host.name not in self.told
+        cause = {"cause": "unfit"} if is_new else {}
+        self.told.add(host.name)
         self.note(host.name, "replaced", by=spare.name, why=why, **cause)
         return True
 

@@ -38,7 +38,10 @@ MOST_GAP_S = 5.0
 FIRST_STEPS = 3
 MEMORY = 65  # durations that the median is taken of
 DUMP_S = 3.0  # what a rank has to write its stacks
-WAITS_IN = re.compile(r"torch/distributed/|deepspeed/comm/|checkpoint/comm\.py|runtime/meeting\.py")
+# Waits written in C leave as their innermost frame the one that runtime.own_time puts around them.
+WAITS_IN = re.compile(
+    r"torch/distributed/|deepspeed/comm/|checkpoint/comm\.py|runtime/(meeting|own_time)\.py"
+)
 FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most so deep
 

@@ -201,3 +201,22 @@ def test_a_spare_is_told_of_when_it_comes_or_goes(monkeypatch):
         state["wrong"] = wrong
         watch._tell(Host("c", 1), watch.look(Host("c", 1)))
     assert said == ["spare c: not fit: no answer", "spare c: ready", "spare c: not fit: clock"]
+
+
+def test_one_outage_of_several_hosts_counts_once_against_each(monkeypatch):
+    """They take each other's place in vain until they are back; none is barred by that."""
+    world, causes = World(monkeypatch, spares=1, wait_s=600), []
+    world.fleet.mend(None)
+    world.fleet.note = lambda host, state, **facts: causes.append((host, facts.get("cause")))
+    world.unfit = {"b", "c"}
+
+    def pause(seconds: float) -> None:
+        world.waits += 1
+        if world.waits == 5:
+            world.unfit.clear()
+
+    world.fleet.pause = pause
+    world.fleet.mend(Life("lost_host", 1, (0, 5, 0), True, host="b"), {"b"})
+    assert world.waits == 5
+    assert len(causes) > 2
+    assert [host for host, cause in causes if cause == "unfit"] == ["c"]

@@ -14,7 +14,7 @@ from launch.outcome import cause_of, exit_status, explain, first_failure
 from launch.preflight import Plan
 from launch.screen import Screen
 from launch.start import live_across, order_of, signals
-from launch.watchdog import Beat, Hung
+from launch.watchdog import Beat, Hung, waits
 from recipes.schema import Watch
 
 # The names of this machine are two hosts; rank 1 is on the second.
@@ -106,3 +106,9 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
         work = Words(unheard_s)
         list(inquiry.Inquiry(work).during([silence, answers[0], None]))
         assert [Hung.of(word["hung"]) for word in work.told[1:]] == [waits]
+
+
+def test_a_wait_in_c_is_known_by_the_frame_around_it():
+    assert waits(
+        'Thread 0x1 (most recent call first):\n  File "/x/runtime/own_time.py", line 9 in heard'
+    )
