@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from recipes.schema import UserError
+from recipes.tail import newest_lines
 
 STEPS_FILE = "steps.jsonl"
 HAVE = {"step", "data_step", "samples", "batch_hash", "tokens"}  # fields of every line
@@ -149,25 +150,17 @@ def _cut_after(path: Path, step: int, segment: int) -> None:
     """Remove the lines of `segment` past `step`, which stand at the end: lines are in order of
     segment, then step. Damaged ones before them stay.
     """
-    if not path.is_file():
-        return
-    kept = 0
-    with open(path, "r+b") as file:
-        for line in file:
-            values = _parsed(line)
-            if values and values["step"] > step and values.get("segment", 0) >= segment:
-                break
-            kept += len(line)
-        file.truncate(kept)
+    cut = None
+    for begins, line in newest_lines(path):
+        values = _parsed(line)
+        if values and (values["step"] <= step or values.get("segment", 0) < segment):
+            break
+        cut = begins if values else cut
+    if cut is not None:
+        os.truncate(path, cut)
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = max(0, end - (1 << 16))
-        file.seek(start)
-        whole = file.read().rfind(b"\n") + 1
-        assert whole or start == 0, "a ledger line is far shorter than 64 KiB"
-        file.truncate(start + whole)
+    if path.is_file():
+        begins, line = next(newest_lines(path), (0, None))
+        os.truncate(path, 0 if line is None else begins + len(line) + 1)

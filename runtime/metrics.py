@@ -26,8 +26,13 @@ from recipes.schema import counted
 from runtime import goodput, lives, memory, mirror, records, speed
 from runtime.clock import StepTimes
 from runtime.device_table import throttle_names
-from runtime.records import DEVICES, METRICS, RANKS, read_metrics
+from runtime.records import DEVICES, METRICS, METRICS_HAVE, RANKS, read_metrics
 
+# What a run's numbers are made of.
+SUMMED = (
+    "first_of_life", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens", "mfu",
+    "step_s", "skipped_steps", "loss",
+)  # fmt: skip
 # field of a reading -> what it is; each GPU's series are node/<host>/gpu/<index>/<field>
 GPU_SERIES = {
     "temperature_c": "degrees Celsius",
@@ -95,16 +100,21 @@ class MetricsWriter:
         """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
         self._close_files()
         path = self.folder / METRICS
-        removed, kept = records.truncate_after(path, self.segment, after_step)
+        removed = records.truncate_after(path, self.segment, after_step)
         if removed:
             self._say(
                 f"{path}: removed {counted(removed, 'line')} past step {after_step}, to be"
                 " trained again"
             )
-        own = lineage_of(self.folder).own(kept)
-        before = [line for line in own if line["step"] <= after_step]
-        last = max(before, key=lambda line: (line["step"], line["life"]), default={})
-        self._skipped_steps = last.get("skipped_steps", 0)
+        chain = lineage_of(self.folder)
+        before = (
+            line
+            for _, line in records.newest_records(path, METRICS_HAVE)
+            if isinstance(line, dict)
+            and line["step"] <= after_step
+            and chain.holds(line["segment"], line["step"])
+        )
+        self._skipped_steps = next(before, {}).get("skipped_steps", 0)
         self._after_step = after_step
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
         if self._tensorboard:
@@ -341,7 +351,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     memory is the device's, or the host's where there is no device (`memory_of` says which). Losses
     are None where they were not finite.
     """
-    lines = read_metrics(path, segment)
+    lines = read_metrics(path, segment, SUMMED)
     if segment is None and lines:
         lines = [line for line in lines if line["segment"] == lines[-1]["segment"]]
     steady = [line for line in lines if not line["first_of_life"]]

@@ -12,6 +12,7 @@ Imports no torch.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def show_goodput(folder: Path, options: argparse.Namespace) -> int:
         print(head)
         if rows:
             print(table(rows))
-    print(*(f"{line}\n" for line in notes(folder)), sep="", end="")
+    print(*(f"{line}\n" for line in notes(folder, math.inf)), sep="", end="")
     return FINISHED
 
 

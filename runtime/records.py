@@ -15,6 +15,7 @@ Units: times are UTC, ISO 8601 with milliseconds and a Z.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import numbers
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from checkpoint import lineage
-from checkpoint.durable import replace_file
 from recipes.redaction import redacted, secret_values
+from recipes.tail import newest_lines
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
+# Of the end of each file that a start looks at: thousands of lines. All of a record of a million
+# steps would take minutes, in every life.
+CHECKED_BYTES = 4 << 20
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
@@ -93,13 +97,14 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
     """Drop the half-written last line of `path`, aloud; True if there was one."""
     if not path.exists():
         return False
-    content = path.read_bytes()
-    kept = content.rfind(b"\n") + 1
-    if kept == len(content):
+    size = path.stat().st_size
+    begins, line = next(newest_lines(path), (0, None))
+    kept = 0 if line is None else begins + len(line) + 1
+    if kept == size:
         return False
     with open(path, "r+b") as file:
         file.truncate(kept)
-    say(f"{path}: dropped {len(content) - kept} bytes of a half-written last line")
+    say(f"{path}: dropped {size - kept} bytes of a half-written last line")
     return True
 
 
@@ -107,7 +112,9 @@ def make_way(path: Path, say: Callable[[str], None] = print) -> None:
     """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
     bad sector. Raises OSError where that does not help."""
     try:
-        path.read_bytes()
+        with open(path, "rb") as file:
+            while file.read(1 << 20):
+                pass
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -122,38 +129,76 @@ def make_way(path: Path, say: Callable[[str], None] = print) -> None:
 def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
     """The records of a line file, each with the fields `needed`; damaged lines, and a half-written
     last one, are passed over."""
-    return [found for _, _, found in _lines(path, needed) if isinstance(found, dict)]
+    return list(_records(path, needed))
 
 
-def damage(path: Path, needed: Collection[str] = ()) -> str | None:
-    """What is damaged in a line file, for a person; None: nothing."""
+def _records(path: Path, needed: Collection[str]) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            found = read_line(line[:-1], needed) if line.endswith(b"\n") else ""
+            if isinstance(found, dict):
+                yield found
+
+
+def newest_records(
+    path: Path, needed: Collection[str] = (), most_bytes: float = math.inf
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(byte at which it begins, record or what is wrong with it) of each line that begins in the
+    last `most_bytes` of a file, newest first."""
+    from_byte = path.stat().st_size - most_bytes if path.is_file() else 0
+    for begins, line in newest_lines(path):
+        if begins < from_byte:
+            return
+        yield begins, read_line(line, needed)
+
+
+def damage(path: Path, needed: Collection[str] = (), most_bytes: float = math.inf) -> str | None:
+    """What is damaged in a line file, or in its last `most_bytes`, for a person; None: nothing."""
     if path.is_dir():
         return f"{_shown(path)} is a folder, and what it held is missing here"
-    bad = [(number, found) for number, _, found in _lines(path, needed) if isinstance(found, str)]
+    found = newest_records(path, needed, most_bytes)
+    bad = [(begins, problem) for begins, problem in found if isinstance(problem, str)]
     if not bad:
         return None
     several = f"{len(bad)} lines are" if bad[1:] else "a line is"
+    begins, problem = bad[-1]
     return (
         f"{_shown(path)}: {several} damaged and left out: what stood there is missing here"
-        f" (line {bad[0][0]}: {bad[0][1]})"
+        f" (line {_number_of(path, begins)}: {problem})"
     )
+
+
+def _number_of(path: Path, begins: int) -> int:
+    """Number, from 1, of the line that begins at a byte."""
+    number = 1
+    with open(path, "rb") as file:
+        while begins > 0:
+            block = file.read(min(1 << 20, begins))
+            number, begins = number + block.count(b"\n"), begins - len(block)
+    return number
 
 
 def _shown(path: Path) -> str:
     return LEDGER if path.name == Path(LEDGER).name else path.name
 
 
-def notes(folder: Path) -> list[str]:
-    """What is damaged in the records of a run, for a person."""
-    return [f"warning: {text}" for text in _damages(folder)]
+def notes(folder: Path, most_bytes: float = CHECKED_BYTES) -> list[str]:
+    """What is damaged in the records of a run, or in the end of each, for a person."""
+    return [f"warning: {text}" for text in _damages(folder, most_bytes)]
 
 
 def losses(folder: Path, after_step: int) -> list[str]:
-    """What is damaged or gone of the records of a life that begins after `after_step`."""
-    told, chain = _damages(folder), lineage.lineage_of(folder)
+    """What is damaged or gone, in the last CHECKED_BYTES of each file, of the records of a life
+    that begins after `after_step`."""
+    told, chain = _damages(folder, CHECKED_BYTES), lineage.lineage_of(folder)
     for name in (METRICS, LEDGER) if (folder / LEDGER).is_file() else (METRICS,):
-        lines = chain.own(read_lines(folder / name, HAVE[name]))
-        missing = after_step - len({line["step"] for line in lines if line["step"] <= after_step})
+        found = newest_records(folder / name, HAVE[name], CHECKED_BYTES)
+        lines = chain.own(line for _, line in found if isinstance(line, dict))
+        steps = {line["step"] for line in lines if line["step"] <= after_step}
+        is_all = not steps or (folder / name).stat().st_size <= CHECKED_BYTES
+        missing = after_step - (0 if is_all else min(steps) - 1) - len(steps)
         if missing > 0:
             told.append(
                 f"{name} lacks {missing} of the steps up to {after_step}: they were trained, and"
@@ -166,21 +211,10 @@ def losses(folder: Path, after_step: int) -> list[str]:
     return told
 
 
-def _damages(folder: Path) -> list[str]:
+def _damages(folder: Path, most_bytes: float) -> list[str]:
     """What is damaged in each file, one line each."""
-    told = (damage(folder / name, needed) for name, needed in HAVE.items())
+    told = (damage(folder / name, needed, most_bytes) for name, needed in HAVE.items())
     return [text for text in told if text]
-
-
-def _lines(
-    path: Path, needed: Collection[str]
-) -> Iterator[tuple[int, bytes, dict[str, Any] | str]]:
-    """(number, text, record, or what is wrong with it) of each whole line."""
-    if not path.is_file():
-        return
-    *whole, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(whole, start=1):
-        yield number, line, read_line(line, needed)
 
 
 def read_line(line: bytes, needed: Collection[str] = ()) -> dict[str, Any] | str:
@@ -197,21 +231,11 @@ def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[
     """The newest records of a line file, however long it is, oldest first: at most `most`, and of
     those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read()
+        found = newest_records(path, needed, TAIL_BYTES)
+        records = itertools.islice((one for _, one in found if isinstance(one, dict)), most)
+        return list(records)[::-1]
     except OSError:
         return []
-    _before, *whole = (b"\n" * (size <= TAIL_BYTES) + tail).split(b"\n")[:-1] or [b""]
-    found: list[dict[str, Any]] = []
-    for line in reversed(whole):
-        if len(found) == most:
-            break
-        record = read_line(line, needed)
-        if isinstance(record, dict):
-            found.append(record)
-    return found[::-1]
 
 
 def parse_line(line: str | bytes) -> dict[str, Any]:
@@ -230,37 +254,49 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     return record
 
 
-def truncate_after(path: Path, segment: int, step: int) -> tuple[int, list[dict[str, Any]]]:
-    """Remove the lines of `segment` past `step` from a metrics file, atomically; how many they
-    were, and the records of all others. A damaged line stays.
+def truncate_after(path: Path, segment: int, step: int) -> int:
+    """Remove the lines of `segment` past `step`, which stand at the end of a metrics file; how many
+    they were. A damaged line stays.
 
     A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
     stays unique.
     """
-    every = list(_lines(path, METRICS_HAVE))
-    is_past = [
-        isinstance(found, dict) and found["segment"] == segment and found["step"] > step
-        for _, _, found in every
-    ]
-    if any(is_past):
-        texts = (line for (_, line, _), gone in zip(every, is_past, strict=True) if not gone)
-        replace_file(path, b"".join(line + b"\n" for line in texts))
-    kept = zip((found for _, _, found in every), is_past, strict=True)
-    return sum(is_past), [one for one, gone in kept if not gone and isinstance(one, dict)]
+    removed, kept, stay = 0, 0, []
+    for begins, line in newest_lines(path):
+        found = read_line(line, METRICS_HAVE)
+        if isinstance(found, str):
+            stay.append(line + b"\n")
+        elif found["segment"] == segment and found["step"] > step:
+            removed += 1
+        else:
+            break
+        kept = begins
+    if removed:
+        with open(path, "r+b") as file:
+            file.truncate(kept)
+            file.seek(kept)
+            file.write(b"".join(reversed(stay)))
+            file.flush()
+            os.fsync(file.fileno())
+    return removed
 
 
-def read_metrics(path: Path, segment: int | None = None) -> list[dict[str, Any]]:
+def read_metrics(
+    path: Path, segment: int | None = None, fields: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl (`path`: it or the run folder) by segment and step, each once.
 
     Where a step stands there twice (a copy taken between two lives), the line of the later life is
-    kept. `segment=None` reads all segments. A half-written last line is ignored.
+    kept. `segment=None` reads all segments. Of each line only `fields` are kept, and what every
+    line has; a long run's take gigabytes. A half-written last line is ignored.
     """
     path = Path(path)
     lines: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in read_lines(path / METRICS if path.is_dir() else path, METRICS_HAVE):
+    for line in _records(path / METRICS if path.is_dir() else path, METRICS_HAVE):
         key = (line["segment"], line["step"])
         if key not in lines or line["life"] >= lines[key]["life"]:
-            lines[key] = line
+            wanted = line if fields is None else (*METRICS_HAVE, *fields)
+            lines[key] = {name: line[name] for name in wanted if name in line}
     return [lines[key] for key in sorted(lines) if segment is None or key[0] == segment]
 
 

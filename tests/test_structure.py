@@ -18,13 +18,13 @@ ARROWS = {
     "recipes": (),
     "model": (),
     "parallel": ("model", "recipes.schema"),
-    "data": ("recipes.schema", "recipes.cores"),
+    "data": ("recipes.schema", "recipes.cores", "recipes.tail"),
     "checkpoint": (
         "parallel", "model", "data", "recipes.schema", "recipes.exits", "recipes.command",
     ),
     "runtime": (
         "parallel", "model", "checkpoint", "recipes.schema", "recipes.exits", "recipes.redaction",
-        "recipes.cores",
+        "recipes.cores", "recipes.tail",
     ),
     "launch": ("recipes.schema", "recipes.exits", "recipes.redaction", "recipes.cores"),
 }  # fmt: skip
