@@ -164,13 +164,15 @@ def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
     assert {problem.kind for problem in damaged[0][1]} == {"missing"}  # sizes are looked at first
     drop(newest / "rank-00002.json", None)
     problems = [*verify(newest, "full"), *damaged[0][1]]
-    said = []
+    said, told = [], []
 
     def event(kind, **fields):
         record_event(tmp_path, kind, life=1, **fields)
 
     record = SimpleNamespace(
-        writer=SimpleNamespace(event=event), console=SimpleNamespace(say=said.append)
+        writer=SimpleNamespace(event=event),
+        console=SimpleNamespace(say=said.append),
+        _pass_on=lambda kind, text: told.append(kind),
     )
     loaded = SimpleNamespace(
         damaged=[(newest, problems)], unnamed=["x.pt"], step=1, seconds=1.0, bytes=1
@@ -181,6 +183,7 @@ def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
     assert all(one["damage"] != "flipped" or "rank-00000.bin" in str(one) for one in events)
     assert read_events(tmp_path, "unnamed_files")[0]["files"] == ["x.pt"]
     assert "damaged and was passed over" in said[0]
+    assert told == ["damaged_checkpoint"]  # people, by the alert's command
 
 
 # Which checkpoints go

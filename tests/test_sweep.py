@@ -71,7 +71,7 @@ def compared(clone) -> Path:
     assert f"{clone}/pretrain.py" not in listed.stdout  # no rank outlives it
     done = make(clone, "compare", *SWEEP)
     assert done.returncode == 0, done.stdout
-    assert "3 variants x 1 rounds = 3 runs of 4 steps on 2 ranks" in done.stdout
+    assert "3 variants x 1 round = 3 runs of 4 steps on 2 ranks" in done.stdout
     assert "1/3 zero=1: finished before" in done.stdout
     assert "Losses agree" in done.stdout
     return clone / "runs" / "by"
