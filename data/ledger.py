@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from recipes.schema import UserError
-from recipes.tail import newest_lines
+from recipes.tail import newest_lines, whole_bytes
 
 STEPS_FILE = "steps.jsonl"
 HAVE = {"step", "data_step", "samples", "batch_hash", "tokens"}  # fields of every line
@@ -162,5 +162,4 @@ def _cut_after(path: Path, step: int, segment: int) -> None:
 
 def _cut_torn_line(path: Path) -> None:
     if path.is_file():
-        begins, line = next(newest_lines(path), (0, None))
-        os.truncate(path, 0 if line is None else begins + len(line) + 1)
+        os.truncate(path, whole_bytes(path))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from launch import oom
 from launch.outcome import End
-from launch.watchdog import LOOK_S, Hung, Watchdog
+from launch.watchdog import LOOK_S, Hung, Watchdog, state_of
 from recipes.redaction import redact, secret_values
 from recipes.schema import Watch
 
@@ -283,7 +283,7 @@ class Ranks:
                 pid, host = self._processes[local].pid, socket.gethostname()
                 text = (
                     f"failed: process {pid} on {host} does not end after SIGKILL"
-                    f" ({state_of(pid)}): a driver or a file system of this host does not answer;"
+                    f" ({described(pid)}): a driver or a file system of this host does not answer;"
                     " restart the host"
                 )
                 self._abandoned.add(local)
@@ -413,13 +413,11 @@ def log_name(rank: int) -> str:
     return f"rank-{rank:05d}.log"
 
 
-def state_of(pid: int) -> str:
+def described(pid: int) -> str:
     """What the kernel says of a process: its state, and what it waits in."""
-    found = []
-    for name, read in (("state", lambda text: text.rpartition(")")[2].split()[0]), ("in", str)):
-        with contextlib.suppress(OSError, IndexError):
-            text = Path(f"/proc/{pid}/{'stat' if name == 'state' else 'wchan'}").read_text()
-            found.append(f"{name} {read(text)}")
+    found = [f"state {state}"] if (state := state_of(pid)) else []
+    with contextlib.suppress(OSError):
+        found.append(f"in {Path(f'/proc/{pid}/wchan').read_text()}")
     return ", ".join(found) or "state unknown"
 
 

@@ -34,3 +34,9 @@ def newest_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             rest = data[: len(first) + 1]
         if rest:
             yield 0, rest[:-1]
+
+
+def whole_bytes(path: Path) -> int:
+    """Bytes of a file up to the end of its last whole line."""
+    begins, line = next(newest_lines(path), (-1, b""))
+    return begins + len(line) + 1

@@ -60,14 +60,15 @@ class Alerts:
         facts = redacted(facts, known)
         self.event(kind, text=text, **facts)
         self.say(f"alert: {text}")
-        self.pass_on(kind, text, **facts)
+        self._send(kind, text, facts)
 
-    def pass_on(self, kind: str, text: str, **facts: Any) -> None:
+    def pass_on(self, kind: str, text: str) -> None:
         """The command alone, for what is on record and shown already; returns at once."""
+        self._send(kind, redacted(text, secret_values(os.environ))[:LONGEST_TEXT], {})
+
+    def _send(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
         if not self.knobs.command:
             return
-        known = secret_values(os.environ)
-        text, facts = redacted(text, known)[:LONGEST_TEXT], redacted(facts, known)
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="alerts", daemon=True)
             self._worker.start()

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from checkpoint import lineage
 from recipes.redaction import redacted, secret_values
-from recipes.tail import newest_lines
+from recipes.tail import newest_lines, whole_bytes
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
 # Of the end of each file that a start looks at: thousands of lines. All of a record of a million
@@ -97,9 +97,7 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
     """Drop the half-written last line of `path`, aloud; True if there was one."""
     if not path.exists():
         return False
-    size = path.stat().st_size
-    begins, line = next(newest_lines(path), (0, None))
-    kept = 0 if line is None else begins + len(line) + 1
+    size, kept = path.stat().st_size, whole_bytes(path)
     if kept == size:
         return False
     with open(path, "r+b") as file:
@@ -110,11 +108,11 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
 
 def make_way(path: Path, say: Callable[[str], None] = print) -> None:
     """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
-    bad sector. Raises OSError where that does not help."""
+    bad sector in what a start looks at. Raises OSError where that does not help."""
     try:
         with open(path, "rb") as file:
-            while file.read(1 << 20):
-                pass
+            file.seek(max(0, path.stat().st_size - CHECKED_BYTES))
+            file.read()
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -8,6 +8,7 @@ import pytest
 import xxhash
 
 from data.ledger import (
+    HAVE,
     STEPS_FILE,
     Ledger,
     batch_hash,
@@ -16,6 +17,7 @@ from data.ledger import (
     sample_hashes,
 )
 from recipes.schema import UserError
+from runtime.records import LEDGER_HAVE
 
 
 def append(ledger: Ledger, step: int) -> None:
@@ -122,3 +124,7 @@ def test_lines_are_plain_json_even_for_many_sources(tmp_path):
     (line,) = (tmp_path / STEPS_FILE).read_text().splitlines()
     assert json.loads(line)["sources"] == sources
     assert json.loads(line)["segment"] == 2
+
+
+def test_a_line_is_whole_to_its_writer_as_it_is_to_the_runs_verbs():
+    assert set(LEDGER_HAVE) == HAVE

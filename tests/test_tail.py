@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes import tail
-from recipes.tail import newest_lines
+from recipes.tail import newest_lines, whole_bytes
 from runtime import records
 from runtime.metrics import MetricsWriter
 from runtime.records import (
@@ -34,6 +34,7 @@ def test_every_whole_line_comes_with_its_place_newest_first(tmp_path, monkeypatc
     found = list(newest_lines(path))
     assert [line for _, line in found][::-1] == content.split(b"\n")[:-1]
     assert all(content[begins:].startswith(line + b"\n") for begins, line in found)
+    assert whole_bytes(path) == content.rfind(b"\n") + 1
 
 
 def test_a_missing_file_has_no_lines(tmp_path):
