@@ -69,8 +69,6 @@ ifneq ($(STRANGE),)
 $(error refused: $(STRANGE): not a variable of this Makefile ($(KNOWN)); knobs go into OVERRIDES="zero=3 run=x")
 endif
 
-LOGDIR := $(if $(filter command,$(origin RUN)),runs/$(RUN)/tensorboard,runs)
-
 SHELL := /bin/bash
 # Files are UTF-8 and what is printed never ends a verb, whatever the locale.
 export PYTHONUTF8 ?= 1
@@ -110,105 +108,104 @@ python-given python-given-for-tests: launch/setup.py
 	@"$(PYTHON)" launch/setup.py --check $(if $(findstring tests,$@),tests)
 
 pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine, or of each host of HOSTFILE (SPARES=)
-	@exec "$(PYTHON)" -m launch.local $(PLACE) $(WORDS) "recipe=$$RECIPE"
+	@exec "$(PYTHON)" -m commands.pretrain $(PLACE) $(WORDS) "recipe=$$RECIPE"
 
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
-	@exec "$(PYTHON)" -m launch.doctor $(PLACE)
+	@exec "$(PYTHON)" -m commands.doctor $(PLACE)
 
 show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (WORLD=ranks)
-	@exec "$(PYTHON)" -m recipes.show $(if $(WORLD),--world "$$WORLD") $(WORDS) "$$RECIPE"
+	@exec "$(PYTHON)" -m commands.show $(if $(WORLD),--world "$$WORLD") $(WORDS) "$$RECIPE"
 
 layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
-	@exec "$(PYTHON)" -m parallel.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) "--overrides=$$OVERRIDES" -- "$(RECIPE)"
+	@exec "$(PYTHON)" -m commands.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
-	@exec "$(PYTHON)" -m runtime.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
+	@exec "$(PYTHON)" -m commands.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"
 
 recipes: $(READY) ## the recipes, with size and layout
-	@exec "$(PYTHON)" -m recipes.list
+	@exec "$(PYTHON)" -m commands.recipes
 
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
-	@exec "$(PYTHON)" -m recipes.knobs $(if $(FIND),--find "$$FIND")
+	@exec "$(PYTHON)" -m commands.knobs $(if $(FIND),--find "$$FIND")
 
 status: $(READY) ## what RUN is doing now; how it ended, and the next command
-	@exec "$(PYTHON)" -m runtime.operate status "$$RUN"
+	@exec "$(PYTHON)" -m commands.status "$$RUN"
 
 events: $(READY) ## what happened in RUN, newest last (KIND=life,saved FOLLOW=1)
-	@exec "$(PYTHON)" -m runtime.operate events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
+	@exec "$(PYTHON)" -m commands.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
 
 stop: $(READY) ## ask RUN to save and end after its step, and wait (NOW=1: without a save)
-	@exec "$(PYTHON)" -m runtime.operate stop "$$RUN" $(if $(NOW),--now)
+	@exec "$(PYTHON)" -m commands.stop "$$RUN" $(if $(NOW),--now)
 
 goodput: $(READY) ## where every second of RUN went; the best checkpoint.interval (MTBF=2.8h)
-	@exec "$(PYTHON)" -m runtime.operate goodput "$$RUN" "--mtbf=$$MTBF"
+	@exec "$(PYTHON)" -m commands.goodput "$$RUN" "--mtbf=$$MTBF"
 
 checkpoints: $(READY) ## the checkpoints of RUN
-	@exec "$(PYTHON)" -m checkpoint.list "$$RUN"
+	@exec "$(PYTHON)" -m commands.checkpoints "$$RUN"
 
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=; ALL=1: abandoned ones, too)
-	@exec "$(PYTHON)" -m checkpoint.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(ALL),--all)
+	@exec "$(PYTHON)" -m commands.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(ALL),--all)
 
 rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
-	@exec "$(PYTHON)" -m checkpoint.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
+	@exec "$(PYTHON)" -m commands.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
 	  "--segment=$$SEGMENT" "--why=$$WHY"
 
 branch: $(READY) ## a new run TO from STEP of RUN, linked, not copied (OVERRIDES= SEGMENT= WHY=)
-	@exec "$(PYTHON)" -m checkpoint.branch "--step=$$STEP" "--segment=$$SEGMENT" "--to=$$TO" "--why=$$WHY" \
+	@exec "$(PYTHON)" -m commands.branch "--step=$$STEP" "--segment=$$SEGMENT" "--to=$$TO" "--why=$$WHY" \
 	  "--overrides=$$OVERRIDES" -- "$$RUN"
 
 history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
-	@exec "$(PYTHON)" -m checkpoint.tree "$$RUN"
+	@exec "$(PYTHON)" -m commands.history "$$RUN"
 
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
-	@exec "$(PYTHON)" -m compare.reproduce "$$RUN" "--name=$$NAME"
+	@exec "$(PYTHON)" -m commands.reproduce "$$RUN" "--name=$$NAME"
 
 export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
-	@exec "$(PYTHON)" -m checkpoint.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
+	@exec "$(PYTHON)" -m commands.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
 	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
 
 sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec "$(PYTHON)" -m checkpoint.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
+	@exec "$(PYTHON)" -m commands.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
 
 # One thread of the tokenizer for each worker process.
 corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
-	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m data.ingest --in "$$IN" --out "$$OUT" \
+	@TOKENIZERS_PARALLELISM=false exec "$(PYTHON)" -m commands.corpus --in "$$IN" --out "$$OUT" \
 	  --tokenizer "$$TOKENIZER" $(if $(WORKERS),--workers "$$WORKERS") $(WORDS)
 
 corpus-import: $(READY) ## a corpus from Megatron, datatrove or flat token files: IN= OUT= TOKENIZER= (QUICK=1)
-	@exec "$(PYTHON)" -m data.importing --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" \
+	@exec "$(PYTHON)" -m commands.corpus_import --in "$$IN" --out "$$OUT" --tokenizer "$$TOKENIZER" \
 	  $(if $(QUICK),--quick) $(WORDS)
 
 corpus-verify: $(READY) ## read every byte of CORPUS and compare (WORKERS=)
-	@exec "$(PYTHON)" -m data.verify "$$CORPUS" $(if $(WORKERS),--workers "$$WORKERS")
+	@exec "$(PYTHON)" -m commands.corpus_verify "$$CORPUS" $(if $(WORKERS),--workers "$$WORKERS")
 
 corpus-info: $(READY) ## what CORPUS holds, how it was made, what was dropped
-	@exec "$(PYTHON)" -m data.info "$$CORPUS"
+	@exec "$(PYTHON)" -m commands.corpus_info "$$CORPUS"
 
 tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob=value")
-	@exec "$(PYTHON)" -m data.train_tokenizer --in "$$IN" --vocab "$$VOCAB" \
+	@exec "$(PYTHON)" -m commands.tokenizer --in "$$IN" --vocab "$$VOCAB" \
 	  $(if $(OUT),--out "$$OUT") $(WORDS)
 
 compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
-	@exec "$(PYTHON)" -m compare.sweep $(if $(RUNS),--runs "$$RUNS") --recipe "$$RECIPE" $(if $(NPROC),--nproc "$$NPROC") \
+	@exec "$(PYTHON)" -m commands.compare $(if $(RUNS),--runs "$$RUNS") --recipe "$$RECIPE" $(if $(NPROC),--nproc "$$NPROC") \
 	  --sweep "$$SWEEP" $(if $(STEPS),--steps "$$STEPS") $(if $(REPEATS),--repeats "$$REPEATS") \
 	  $(if $(NAME),--name "$$NAME") $(WORDS)
 
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)
-	@exec "$(PYTHON)" -m compare.profile --run "$$RUN" $(if $(NPROC),--nproc "$$NPROC") \
+	@exec "$(PYTHON)" -m commands.profile --run "$$RUN" $(if $(NPROC),--nproc "$$NPROC") \
 	  $(if $(STEPS),--steps "$$STEPS") $(WORDS)
 
 replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEGMENT= NPROC=)
-	@exec "$(PYTHON)" -m runtime.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
+	@exec "$(PYTHON)" -m commands.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
-	@test -d "$(LOGDIR)" -o "$(LOGDIR)" = runs || { echo "refused: RUN=$(RUN): there is no $(LOGDIR)" >&2; exit 93; }
-	@exec "$(PYTHON)" -m tensorboard.main --logdir "$(LOGDIR)" --port "$$PORT"
+	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter command,$(origin RUN)),"--run=$$RUN") "--port=$$PORT"
 
 audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
-	@exec "$(PYTHON)" -m data.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
+	@exec "$(PYTHON)" -m commands.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")
 
 audit-diff: $(READY) ## where the batches of runs A and B begin to differ
-	@exec "$(PYTHON)" -m data.audit "$$A" --diff "$$B"
+	@exec "$(PYTHON)" -m commands.audit_diff -- "$$A" "$$B"
 
 test: $(READY_FOR_TESTS) ## the whole test suite, two files at a time
 	@exec "$(PYTHON)" -m pytest -n 2 --dist loadfile $(TESTS)

@@ -13,7 +13,7 @@ whatever layout it is started with.
 
 Exit status: 0 finished, or stopped on request; 75 preempted, saved; 76 taken back to an older
 checkpoint, start again; 93 refused, or stopped for good: trying again would not help; 130 Ctrl-C,
-saved (runtime.requests).
+saved (record.requests).
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":  # what follows takes seconds to import
-    from runtime import requests
+    from record import requests
 
     requests.REQUESTS.listen(is_importing=True)
 
-from checkpoint import history
-from checkpoint.blocks import Damaged
-from checkpoint.choose import set_aside
+from base.errors import Shared, UserError
+from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
+from base.lossy_output import make_lossy
+from base.values import counted
 from checkpoint.comm import Ranks, broadcast, together
-from checkpoint.lease import Lease
+from checkpoint.format.blocks import Damaged
+from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
-from checkpoint.origin import Origin, read_origin, same_everywhere
-from checkpoint.restore import Loaded, load
-from checkpoint.resume import Change
-from checkpoint.state import restore_random_states
-from data.collect import LEDGER_EVERY, Collector
-from data.ledger import Ledger
-from data.schedule import schedule_of
-from data.stream import StepData, Stream, open_stream
-from data.windows import Batch
+from checkpoint.load.allowed_changes import Change
+from checkpoint.load.choosing import set_aside
+from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
+from checkpoint.load.restoring import Loaded, load
+from checkpoint.save.lease import Lease
+from data.stream.collect import LEDGER_EVERY, Collector
+from data.stream.ledger import Ledger
+from data.stream.schedule import schedule_of
+from data.stream.stream import StepData, Stream, open_stream
+from data.stream.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import compose_command, recipe_yaml
-from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
-from recipes.output import make_lossy
-from recipes.schema import Recipe, Shared, UserError, counted
-from runtime import environment, process, run_folder
-from runtime.batches import gather_hashes, to_device
-from runtime.communication import Counter, bytes_by_kind
-from runtime.engine import Engine, build, decoder_config, initial, untrained
-from runtime.guard import Guard, rewinds_by_policy
-from runtime.hardware import Hardware
-from runtime.heartbeat import HEART
-from runtime.learning_rate import learning_rate
-from runtime.memory import peak_gib
-from runtime.profiling import profiler_of
-from runtime.record import Finished, Record
-from runtime.records import LEDGER, make_way
-from runtime.recovery import Rewound, recover
-from runtime.requests import REQUESTS, AskedEarly
-from runtime.resuming import compare, data_of, left_behind, read_state, standing
+from recipes.schema import Recipe
+from record import environment, history, run_folder
+from record.heartbeat import HEART
+from record.records import LEDGER, make_way
+from record.requests import REQUESTS, AskedEarly
+from record.resuming import compare, data_of, left_behind, read_state, standing
+from runtime.engine.batches import gather_hashes, to_device
+from runtime.engine.communication import Counter, bytes_by_kind
+from runtime.engine.engine import Engine, build, decoder_config, initial, untrained
+from runtime.engine.learning_rate import learning_rate
+from runtime.engine.memory import peak_gib
+from runtime.health.health_monitor import Guard, rewinds_by_policy
+from runtime.health.recovery import Rewound, recover
+from runtime.log.rank0_record import Finished, Record
+from runtime.monitor.hardware import Hardware
+from runtime.monitor.profiling import profiler_of
+from runtime.process import process
+from runtime.resolve import Settled, settle
 from runtime.saving import Saver, Unsaved
-from runtime.settle import Settled, settle
 
 ROOT = Path(__file__).resolve().parent
 

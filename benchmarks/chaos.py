@@ -29,16 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
 import namespaces  # noqa: E402
 from clones import SMALL, make_clone  # noqa: E402
 from ranks import PATIENCE, environment  # noqa: E402
 
-from checkpoint.manifest import committed  # noqa: E402
-from recipes.exits import DO_NOT_RETRY  # noqa: E402
-from runtime.lives import unix_s  # noqa: E402
-from runtime.records import read_events  # noqa: E402
+from base.exits import DO_NOT_RETRY  # noqa: E402
+from checkpoint.format.manifest import committed  # noqa: E402
+from record.attempts import unix_s  # noqa: E402
+from record.records import read_events  # noqa: E402
 
 STEPS, INTERVAL, STRIKES_AT = 60, 10, 14
 LOST_S = 12
@@ -67,7 +67,7 @@ class Bed:
     def command(self, *words: str) -> list[str]:
         """The launcher's, on node1."""
         place = ["--hostfile", "hosts", "--ssh", self.ssh, "--spares", "1"]
-        python = [sys.executable, "-m", "launch.local", *place, "--", *self.common, *words]
+        python = [sys.executable, "-m", "commands.pretrain", *place, "--", *self.common, *words]
         return self.hosts.command(LAUNCHER, *python)
 
     def start(self, name: str, *words: str) -> None:
@@ -117,7 +117,7 @@ class Bed:
         for pid in self.hosts.processes(number):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"launch.agent" in words and words[0].endswith(b"python"):
+                if b"launch.hosts.agent" in words and words[0].endswith(b"python"):
                     return pid
         raise AssertionError(f"no agent on node{number}")
 

@@ -38,16 +38,16 @@ from benchmarks.processes import ROOT
 from benchmarks.report import paired_ratios, quartiles, spread
 from benchmarks.step import commit, machine
 from benchmarks.workload import LR, Workload, count_targets, micro_batches, recipe_of, settled_of
-from checkpoint.background import Background
-from checkpoint.choose import drop_from_cache
 from checkpoint.comm import Comm, Ranks
-from checkpoint.commit import save
-from checkpoint.restore import load
-from checkpoint.state import RunState, random_states
+from checkpoint.format.state import RunState, random_states
+from checkpoint.load.choosing import drop_from_cache
+from checkpoint.load.restoring import load
+from checkpoint.save.background import Background
+from checkpoint.save.commit import save
 from model.cost import num_parameters
-from runtime import process
-from runtime.batches import to_device
-from runtime.engine import Engine, build
+from runtime.engine.batches import to_device
+from runtime.engine.engine import Engine, build
+from runtime.process import process
 
 TIME_LIMIT_S = 900
 MOST_BYTES_PER_PARAMETER = 12 * 1.01  # fp32 weights, two moments; 1 % for indexes and digests

@@ -30,11 +30,11 @@ from benchmarks.workload import (
     settled_of,
 )
 from model.init import fill
-from runtime import process
-from runtime.batches import to_device
-from runtime.clock import StepClock, StepTimes
-from runtime.engine import DTYPES, build, quiet
-from runtime.optimizer import build_optimizer
+from runtime.engine.batches import to_device
+from runtime.engine.engine import DTYPES, build, quiet
+from runtime.engine.optimizer import build_optimizer
+from runtime.monitor.clock import StepClock, StepTimes
+from runtime.process import process
 
 
 class Turns(Protocol):
@@ -247,7 +247,7 @@ class RepeatedRows(torch.utils.data.Dataset):
 
 
 def prepare_deepspeed(deepspeed: Any) -> None:
-    """As in runtime.engine: no needless build of a shared-memory op, warnings only."""
+    """As in runtime.engine.engine: no needless build of a shared-memory op, warnings only."""
     quiet()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

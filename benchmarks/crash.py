@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
 import torch  # noqa: E402
 from crash import Case, cases, crash  # noqa: E402

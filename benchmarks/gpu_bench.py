@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of, settled_of
 from recipes.schema import Cluster, Recipe
-from runtime import process
-from runtime.batches import to_device
-from runtime.clock import StepClock, StepTimes, cuda_clock
-from runtime.engine import Engine, build
-from runtime.settle import Settled
+from runtime.engine.batches import to_device
+from runtime.engine.engine import Engine, build
+from runtime.monitor.clock import StepClock, StepTimes, cuda_clock
+from runtime.process import process
+from runtime.resolve import Settled
 
 TINY = dict(
     vocab_size=512,

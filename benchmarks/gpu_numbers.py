@@ -20,8 +20,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.init import fill
 from recipes.schema import Optim, Recipe
-from runtime.batches import to_device
-from runtime.optimizer import build_optimizer
+from runtime.engine.batches import to_device
+from runtime.engine.optimizer import build_optimizer
 
 
 def parity(bench: Bench) -> Iterator[Row]:

@@ -27,12 +27,12 @@ from benchmarks.workload import Workload, count_targets, micro_batches
 from model.cost import activation_bytes, flops_per_token, num_parameters
 from model.decoder import compile_blocks
 from recipes.schema import Recipe
-from runtime.batches import to_device
-from runtime.memory import GIB
-from runtime.run_folder import device_name
-from runtime.settle import Settled
-from runtime.speed import mfu, peak_flops
-from runtime.state_bytes import state_bytes
+from record.run_folder import device_name
+from runtime.ds_config.state_bytes import state_bytes
+from runtime.engine.batches import to_device
+from runtime.engine.memory import GIB
+from runtime.monitor.speed import mfu, peak_flops
+from runtime.resolve import Settled
 
 
 def step_clock(bench: Bench) -> Iterator[Row]:

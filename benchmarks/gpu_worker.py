@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.gpu_bench import Bench, Row
 from benchmarks.gpu_numbers import attention_kernels, parity
 from benchmarks.gpu_speed import host_syncs, step_clock, utilisation, zero_stages
-from runtime import process
+from runtime.process import process
 
 CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "parity": parity,

@@ -28,7 +28,7 @@ from benchmarks.loader_worker import BATCH, CONTENDERS, CORPUS, EOD, SEQ_LEN, VO
 from benchmarks.processes import next_line
 from benchmarks.report import quartiles
 from benchmarks.step import commit, machine
-from data.writer import CorpusWriter
+from data.corpus.corpus_writer import CorpusWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"

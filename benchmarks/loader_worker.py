@@ -24,8 +24,8 @@ CORPUS = "c"
 def ours(folder: Path, attend: str) -> Iterator:
     """Stream.step: int64 inputs and labels, segment ids, cumulative lengths, a hash per sample."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from data.schedule import read_schedule
-    from data.stream import open_stream
+    from data.stream.schedule import read_schedule
+    from data.stream.stream import open_stream
     from recipes.schema import Data, Source
 
     data = Data(sources={CORPUS: Source(corpus=CORPUS)}, attend=attend)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
 from conftest import write_short_documents  # noqa: E402
 from layout_cases import BF16_BOUND, Case, every  # noqa: E402
@@ -84,7 +84,13 @@ def trained(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Cas
 def launch(world: int, out: Path, corpus: Path, names: str) -> str:
     """Run some cases; the last lines of what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(world), str(ROOT / "tests" / "layout_worker.py"), str(out), str(corpus), names]
+    command += [
+        str(world),
+        str(ROOT / "tests" / "workers" / "layout_worker.py"),
+        str(out),
+        str(corpus),
+        names,
+    ]
     try:
         done = run_command(command, LIMIT_S)
     except AssertionError as error:  # all its processes were killed

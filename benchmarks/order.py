@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.step import commit, machine
-from data.mixture import Stages
-from data.order import Order
+from data.stream.mixture import Stages
+from data.stream.order import Order
 
 BATCH, SEED, REPEATS = 1024, 1234, 200
 RESULTS = Path(__file__).resolve().parent / "results"

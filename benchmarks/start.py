@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 def untouched_start(words: list[str]) -> float:
     """Seconds until the real command prints the line of its first step."""
-    command = [sys.executable, "-m", "launch.local", "--nproc", "1", "--", *run_words(words)]
+    command = [sys.executable, "-m", "commands.pretrain", "--nproc", "1", "--", *run_words(words)]
     return timed_run(command, FIRST_LINE)
 
 

@@ -1,4 +1,4 @@
-"""The same start as `python -m launch.local`, with the clock read between its parts.
+"""The same start as `python -m commands.pretrain`, with the clock read between its parts.
 
     python -m benchmarks.start_probe launcher OUT.json recipe=tiny ...   checks, then becomes
     python -m benchmarks.start_probe run OUT.json recipe=tiny ...        pretrain.py's main
@@ -32,11 +32,11 @@ PROBED = (
     ("pretrain", "open_stream", "open the stream"),
     ("pretrain", "standing", "look for a checkpoint"),
     ("pretrain", "evaluation_batches", "held-out batches"),
-    ("runtime.process", "start", "process group"),
-    ("runtime.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
-    ("runtime.engine", "build_model", "build and fill the model"),
-    ("runtime.engine", "Engine.train_step", STEPS),
-    ("runtime.record", "Record.__init__", "open the record (TensorBoard, console)"),
+    ("runtime.process.process", "start", "process group"),
+    ("runtime.engine.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
+    ("runtime.engine.engine", "build_model", "build and fill the model"),
+    ("runtime.engine.engine", "Engine.train_step", STEPS),
+    ("runtime.log.rank0_record", "Record.__init__", "open the record (TensorBoard, console)"),
 )
 
 
@@ -76,9 +76,9 @@ class Timeline:
 
 
 def launcher(timeline: Timeline, words: list[str]) -> int:
-    """launch.local's main; its exec starts `run` here instead of pretrain.py."""
+    """commands.pretrain's main; its exec starts `run` here instead of pretrain.py."""
     timeline.mark("launcher: interpreter")
-    from launch import local
+    from commands import pretrain
 
     timeline.mark("launcher: imports")
 
@@ -88,8 +88,8 @@ def launcher(timeline: Timeline, words: list[str]) -> int:
         module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]
         return [sys.executable, *module, *words]
 
-    local.command_of = command_of
-    return local.main(["--nproc", "1", "--", *words])
+    pretrain.command_of = command_of
+    return pretrain.main(["--nproc", "1", "--", *words])
 
 
 def run(timeline: Timeline, words: list[str]) -> int:
@@ -130,7 +130,7 @@ def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
 
 def stop_after_first_line(timeline: Timeline) -> None:
     """Save the timeline when the first step has been printed."""
-    record, name = find("runtime.record", "Record.write")
+    record, name = find("runtime.log.rank0_record", "Record.write")
     write = getattr(record, name)
 
     def first_write(*arguments: Any) -> None:

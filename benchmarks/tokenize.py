@@ -31,15 +31,15 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from data.blocks import BLOCK_BYTES
-from data.encoding import Encoder
-from data.inputs import find_inputs, plan_units
-from data.settings import Settings
-from data.shardfile import ShardWriter
-from data.sotu import read_documents
-from data.tokenizer import TextTokenizer, train_bpe
-from data.unit import UnitTask, build_unit
-from data.verify import ShardCheck, check_shard_bytes
+from commands.corpus_verify import ShardCheck, check_shard_bytes
+from data.corpus.block_hashes import BLOCK_BYTES
+from data.corpus.shard_writer import ShardWriter
+from data.corpus.sotu import read_documents
+from data.corpus.tokenizer import TextTokenizer, train_bpe
+from data.text.encoding import Encoder
+from data.text.inputs import find_inputs, plan_units
+from data.text.settings import Settings
+from data.text.unit import UnitTask, build_unit
 
 PIECE_CHARS = 4000  # of a document in the benchmark
 VERIFY_TOKENS = 64 << 20

@@ -72,7 +72,7 @@ class Pipe:
 
     def finish_turn(self) -> None:
         """Send what the turn's steps gave."""
-        from runtime.memory import peak_host_gib
+        from runtime.engine.memory import peak_host_gib
 
         if self.profiler:
             self.profiler.stop()
@@ -113,7 +113,7 @@ def main(name: str, workload: str) -> int:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
         return 1
     finally:
-        from runtime import process
+        from runtime.process import process
 
         process.finish()
     return 0
@@ -121,6 +121,6 @@ def main(name: str, workload: str) -> int:
 
 if __name__ == "__main__":
     status = main(*sys.argv[1:])
-    from runtime import process
+    from runtime.process import process
 
     process.leave(status)

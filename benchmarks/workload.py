@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from data.schedule import schedule_of
-from data.windows import IGNORED, Batch, Rows, make_batches
+from data.stream.schedule import schedule_of
+from data.stream.windows import IGNORED, Batch, Rows, make_batches
 from recipes.schema import Cluster, Data, Model, Optim, Recipe, Source
-from runtime.settle import Settled, settle
+from runtime.resolve import Settled, settle
 
 SEED = 1234
 LR = 3e-4

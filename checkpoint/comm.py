@@ -13,7 +13,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from recipes.schema import Shared, UserError
+from base.errors import Shared, UserError
 
 
 class Comm(Protocol):

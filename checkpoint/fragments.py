@@ -21,9 +21,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from checkpoint.index import WEIGHT, Fragment
-from checkpoint.rectangles import Box
-from checkpoint.replicas import Replica
+from checkpoint.format.index import WEIGHT, Fragment
+from checkpoint.format.rectangles import Box
+from checkpoint.save.replicas import Replica
 from parallel.mesh import Mesh
 
 STEP = "step"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.blocks import digest
-from recipes.schema import UserError
+from base.errors import UserError
+from checkpoint.format.blocks import digest
 
 FILE = "history.jsonl"
 MARK = "recipe.yaml"  # what makes a folder under runs/ a run of ours

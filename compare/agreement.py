@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.ledger import read_ledger
-from runtime.records import read_metrics
+from data.stream.ledger import read_ledger
+from record.records import read_metrics
 
 TOLERANCE = 1e-5  # relative, of losses; norms of gradients move ten times as much
 NUMBERS = ("loss", "grad_norm", "lr", "tokens", "targets", "skipped", "val_loss")

@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import UserError
-from runtime.records import append_line, read_lines
-from runtime.run_folder import Lock, hold, refuse_unwritable
+from base.errors import UserError
+from base.paths import ROOT
+from record.records import append_line, read_lines
+from record.run_folder import Lock, hold, refuse_unwritable
 
-ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
 WHAT, OUTCOMES = "comparison.json", "outcomes.jsonl"
 # May differ when a comparison goes on: more rounds only add to it.

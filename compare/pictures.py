@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 
 from compare.report import PARTS, Comparison
 from compare.results import SAME_LOSS, Side, difference
-from runtime.memory import MIB
+from runtime.engine.memory import MIB
 
 SPEED, LOSSES = "speed.png", "losses.png"
 BLUE, WHISKER, DOT = "#4477aa", "#222222", "#ee6677"

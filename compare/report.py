@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from base.table import table
+from base.values import counted
 from compare.results import (
     Agreement,
     RunResult,
@@ -19,9 +21,7 @@ from compare.results import (
     ratios,
     surroundings,
 )
-from recipes.schema import counted
-from recipes.table import table
-from runtime.memory import MIB
+from runtime.engine.memory import MIB
 
 NONE = "-"
 PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),

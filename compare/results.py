@@ -4,7 +4,8 @@
     the runs of one variant -> Side      all sides -> Agreement of losses, what differs
 
 One rule: every number comes from a run's record; nothing is measured or estimated here. The first
-step of each life is warm-up and in no number (as in runtime.metrics.summary). Numbers of a variant
+step of each life is warm-up and in no number (as in runtime.log.metrics.summary). Numbers of a
+variant
 are over the steps of all its runs together.
 
 Units: tokens/s over all ranks, seconds per step, GiB, MiB per step; differences are relative.
@@ -20,13 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoint.resume import flatten, treatment
-from data.ledger import read_ledger
+from base.errors import UserError
+from checkpoint.load.allowed_changes import flatten, treatment
+from data.stream.ledger import read_ledger
 from model.cost import num_parameters
 from recipes.compose import compose
-from recipes.schema import UserError
-from runtime.metrics import quartiles, summary
-from runtime.records import METRICS, read_events, read_metrics
+from record.records import METRICS, read_events, read_metrics
+from runtime.log.metrics import quartiles, summary
 
 # Every legal layout gives the same losses in fp32, to this.
 SAME_LOSS = 1e-6

@@ -1,6 +1,7 @@
 """Starts the runs of a comparison one after the other, through the entry of `make pretrain`.
 
-    check every variant -> for each run: launch.local in a process, its output in a log -> outcome
+    check every variant -> for each run: commands.pretrain in a process, its output in a log ->
+    outcome
 
 One rule: nothing starts before every variant has been checked, and once started no variant ends the
 sweep: one that fails is an outcome with its reason, and is left out of the rounds to come. A run
@@ -24,12 +25,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from base.errors import UserError
+from base.units import duration
 from compare.folder import ROOT, RUNS, record_outcome
 from compare.variants import Plan, Turn, told
-from recipes.schema import UserError
-from runtime.console import duration, number
-from runtime.metrics import summary
-from runtime.records import METRICS, read_events, read_metrics
+from record.records import METRICS, read_events, read_metrics
+from runtime.log.console import number
+from runtime.log.metrics import summary
 
 CHECKS_AT_ONCE = 4  # each is a short process of its own
 POLL_S = 0.5
@@ -66,7 +68,7 @@ def refused(plan: Plan, turn: Turn) -> list[str]:
 
 def entry(ranks: int, *options: str) -> list[str]:
     """The command of `make pretrain`, up to the words of the run."""
-    return [sys.executable, "-m", "launch.local", *options, "--nproc", str(ranks), "--"]
+    return [sys.executable, "-m", "commands.pretrain", *options, "--nproc", str(ranks), "--"]
 
 
 def is_finished(folder: Path, steps: int) -> bool:

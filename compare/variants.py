@@ -16,10 +16,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from base.errors import UserError
 from recipes.check import LONGEST_NAME, folder_name
 from recipes.compose import compose_command, sweep_values
-from recipes.schema import Recipe, UserError
-from runtime.settle import Settled
+from recipes.schema import Recipe
+from runtime.resolve import Settled
 
 # What a comparison sets itself: the same for all variants, or nothing would be compared.
 OURS = {
@@ -85,7 +86,7 @@ class Plan:
         return found
 
     def words(self, turn: Turn) -> list[str]:
-        """What `launch.local` gets for a run."""
+        """What `commands.pretrain` gets for a run."""
         return [*command(self.recipe, self.overrides, turn.variant.words, self.steps),
                 f"run={turn.run}"]  # fmt: skip
 

@@ -1,3 +1,1 @@
-"""Text to tokenized corpus to an ordered, audited stream of batches. Start reading at
-`stream.py`.
-"""
+"""Text -> tokenized corpus -> the batch of step N."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.outcome import how
-from recipes.exits import DO_NOT_RETRY
+from base.exits import DO_NOT_RETRY
+from launch.ranks.outcome import how
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
 # A rank's own mistake, which the same code makes again.

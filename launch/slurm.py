@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from recipes.exits import REQUEUE
+from base.exits import REQUEUE
 
 TIMEOUT_S = 60
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from base.errors import UserError
+from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
 from launch.budget import Budget, Life
-from launch.outcome import End, cause_of, explain, first_failure
-from launch.screen import Screen
-from launch.start import Asked, Lived
-from recipes.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
-from recipes.schema import UserError
+from launch.ranks.outcome import End, cause_of, explain, first_failure
+from launch.ranks.screen import Screen
+from launch.ranks.start import Asked, Lived
 
 LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
 FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over from the one before

@@ -79,7 +79,7 @@ def initial_weight(
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
     """Sets every parameter of a whole decoder to its initial value in place, one block of rows at a
-    time; `runtime.engine_weights` does so for what a rank owns.
+    time; `runtime.engine.initial_weights` does so for what a rank owns.
 
     Tied weights are visited once, under their first name (the embedding's).
     """

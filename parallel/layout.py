@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from base.errors import UserError
+from base.values import counted
 from model.cost import parameters
 from parallel.legal import batch_pieces, nearest, problems
 from parallel.stages import stage_bounds
-from recipes.schema import Model, Recipe, UserError, counted
+from recipes.schema import Model, Recipe
 
 
 class Coordinates(NamedTuple):

@@ -13,8 +13,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from base.values import counted
 from parallel.stages import bounds_problem
-from recipes.schema import Parallel, Recipe, counted
+from recipes.schema import Parallel, Recipe
 
 
 def problems(recipe: Recipe, world: int, stage: int) -> list[str]:

@@ -6,7 +6,8 @@
 
 The one rule: only hidden states travel. What the blocks need to know about documents (segment ids,
 cumulative lengths, the longest one as a number on the host) every stage takes from its own copy of
-the batch: each rank reads the batch of its data rank anyway, `data.collect` proves by hash that the
+the batch: each rank reads the batch of its data rank anyway, `data.stream.collect` proves by hash
+that the
 copies are equal, and a message less per micro-batch and boundary is left. So shapes are fixed,
 and DeepSpeed exchanges them once.
 

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from base.errors import UserError
 from model.cost import flops_per_token, parameters
-from recipes.schema import Recipe, UserError
+from recipes.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from model.config import DecoderConfig
-from parallel.cut_modules import (
+from parallel.layout import share
+from parallel.mesh import Axis, Mesh
+from parallel.sharded_modules import (
     Cut,
     CutAttention,
     CutEmbedding,
@@ -31,8 +33,6 @@ from parallel.cut_modules import (
     RowLinear,
     SharedNorm,
 )
-from parallel.layout import share
-from parallel.mesh import Axis, Mesh
 
 # Canonical path of a module -> its class when cut. q_norm and k_norm see some heads; the others
 # see some tokens, if the sequence is cut.

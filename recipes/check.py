@@ -15,20 +15,11 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.redaction import redact, redacted
+from base.errors import UserError
+from base.redaction import redact, redacted
+from base.values import MANY, as_float, as_int, as_written, did_you_mean
 from recipes.rules import RULES, WARNINGS
-from recipes.schema import (
-    FP16,
-    MANY,
-    STAGE_0,
-    Data,
-    Recipe,
-    UserError,
-    as_float,
-    as_int,
-    as_written,
-    did_you_mean,
-)
+from recipes.schema import FP16, STAGE_0, Data, Recipe
 
 # Folder and source names: what every file system, shell and dotted knob name takes unquoted.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")

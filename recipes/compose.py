@@ -28,10 +28,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from base.errors import UserError
+from base.paths import ROOT
+from base.values import as_written, did_you_mean
 from recipes.check import folder_name, is_text, read_data, to_recipe
-from recipes.schema import Data, Recipe, UserError, as_written, did_you_mean
+from recipes.schema import Data, Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 ADAM_ONLY = ("beta1", "beta2", "eps")
 GROUPS = ("model", "data", "optim", "cluster")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.values import MANY, knob
+from base.values import MANY, knob
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from recipes.schema import read_steps
+from base.values import read_steps
 
 # A thousand times the largest batches in print, and places that still fit into memory.
 MOST_SEQUENCES = 2**22

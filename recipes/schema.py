@@ -13,24 +13,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from base.errors import Shared as Shared
+from base.errors import UserError as UserError
+from base.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
+from base.values import LARGEST_INT as LARGEST_INT
+from base.values import MANY as MANY
+from base.values import REQUIRED as REQUIRED
+from base.values import WIDE as WIDE
+from base.values import as_float as as_float
+from base.values import as_int as as_int
+from base.values import as_written as as_written
+from base.values import counted as counted
+from base.values import did_you_mean as did_you_mean
+from base.values import knob as knob
+from base.values import read_ranks as read_ranks
+from base.values import read_steps as read_steps
+from base.values import split_words as split_words
 from recipes.faults import Alerts as Alerts
 from recipes.faults import Health as Health
-from recipes.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
-from recipes.values import LARGEST_INT as LARGEST_INT
-from recipes.values import MANY as MANY
-from recipes.values import REQUIRED as REQUIRED
-from recipes.values import WIDE as WIDE
-from recipes.values import Shared as Shared
-from recipes.values import UserError as UserError
-from recipes.values import as_float as as_float
-from recipes.values import as_int as as_int
-from recipes.values import as_written as as_written
-from recipes.values import counted as counted
-from recipes.values import did_you_mean as did_you_mean
-from recipes.values import knob as knob
-from recipes.values import read_ranks as read_ranks
-from recipes.values import read_steps as read_steps
-from recipes.values import split_words as split_words
 
 LONG = 10**7  # seconds: four months, which every timer takes
 

@@ -21,21 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint import replicas
-from checkpoint.background import WAITS, Background
-from checkpoint.choose import Keep
+from base.errors import Shared
+from base.values import counted
 from checkpoint.comm import Comm, Ranks
-from checkpoint.commit import SaveReport, due, save
-from checkpoint.interval import Cost, Pace
-from checkpoint.lease import Lease
-from checkpoint.manifest import folder_name
-from checkpoint.state import RunState, random_states
-from recipes.schema import Recipe, Shared, counted
-from runtime import run_folder
-from runtime.engine import Engine
-from runtime.heartbeat import HEART
-from runtime.process import Process
-from runtime.settle import Settled
+from checkpoint.format.manifest import folder_name
+from checkpoint.format.state import RunState, random_states
+from checkpoint.load.choosing import Keep
+from checkpoint.save import replicas
+from checkpoint.save.background import WAITS, Background
+from checkpoint.save.commit import SaveReport, due, save
+from checkpoint.save.interval import Cost, Pace
+from checkpoint.save.lease import Lease
+from recipes.schema import Recipe
+from record import run_folder
+from record.heartbeat import HEART
+from runtime.engine.engine import Engine
+from runtime.process.process import Process
+from runtime.resolve import Settled
 
 # How long the writers of a save wait for each other. A dead process is noticed at once, a silent
 # host by training's own collectives; a slow disk is no reason to give a save up.
@@ -78,7 +80,7 @@ class Saver:
         folder: Path,
         recipe: Recipe,
         settled: Settled,
-        stream: Any,  # data.stream.Stream
+        stream: Any,  # data.stream.stream.Stream
         engine: Engine,
         ranks: Comm,
         process: Process,

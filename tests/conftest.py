@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.writer import CorpusWriter
+from data.corpus.corpus_writer import CorpusWriter
 
 VOCAB_SIZE = 64
 EOD = 63

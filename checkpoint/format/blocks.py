@@ -1,0 +1,143 @@
+"""Files of a checkpoint as blocks with a digest each: a part can be checked without the whole.
+
+The one rule: bytes are compared with their digest before anyone looks at what they say. A file is
+opened without following links. Damage raises `Damaged` with one line per problem: path and cause.
+Digests are xxh3-128 (xxhash.com): they find accidents, not forgery. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from base.values import counted
+
+# Small enough that a piece of a parameter cut over a thousand ranks costs little beside itself,
+# large enough that digests are a 60,000th of the data.
+BLOCK_BYTES = 1 << 20
+DIGEST_BYTES = 16
+# Blocks read or written at once.
+WINDOW_BYTES = 16 * BLOCK_BYTES
+# What can be wrong with a checkpoint: other bytes; too few or too many; no file; a link, a pipe or
+# a name that leads elsewhere; an error of the disk; committed by a writer that had lost the run;
+# whole, but not what this project writes.
+KINDS = ("flipped", "truncated", "grown", "missing", "unsafe", "unreadable", "late", "malformed")
+KIND_OF_ERROR = {errno.ENOENT: "missing", errno.ELOOP: "unsafe", errno.ENXIO: "unsafe"}
+
+
+class Problem(str):
+    """A line about damage, with its kind."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "malformed") -> Problem:
+        """`kind` is one of KINDS."""
+        problem = super().__new__(cls, text)
+        problem.kind = kind
+        return problem
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written: `problems`, one line each."""
+
+    def __init__(self, *problems: str, kind: str = "malformed"):
+        self.problems = [p if isinstance(p, Problem) else Problem(p, kind) for p in problems]
+        super().__init__("\n".join(self.problems))
+
+
+def digest(data) -> bytes:
+    """xxh3-128 of a buffer, 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def root(digests: Sequence[bytes]) -> str:
+    """One hexadecimal digest for a file, from those of its blocks in order."""
+    return digest(b"".join(digests)).hex()
+
+
+def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
+    """Digests of a file of `num_bytes` from their hexadecimal text; Damaged unless they fit."""
+    try:
+        joined = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        raise Damaged(f"{path}: its index holds no block digests") from None
+    if len(joined) != DIGEST_BYTES * -(-num_bytes // BLOCK_BYTES):
+        raise Damaged(
+            f"{path}: {num_bytes} bytes need another number of digests than its index has"
+        )
+    return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, no file,
+    or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        kind = KIND_OF_ERROR.get(error.errno, "unreadable")
+        raise Damaged(f"{path}: {error.strerror}", kind=kind) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged(f"{path}: not a regular file", kind="unsafe")
+        yield descriptor
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}", kind="unreadable") from None
+    finally:
+        os.close(descriptor)
+
+
+def check_size(descriptor: int, path: Path, num_bytes: int) -> None:
+    """Damaged unless the open file has exactly `num_bytes`."""
+    found = os.fstat(descriptor).st_size
+    if found != num_bytes:
+        kind = "truncated" if found < num_bytes else "grown"
+        raise Damaged(f"{path}: {found} bytes where {num_bytes} were written", kind=kind)
+
+
+def read_blocks(
+    descriptor: int, path: Path, first: int, buffer: memoryview, digests: Sequence[bytes]
+) -> None:
+    """Fill `buffer` with the file from block `first` on and check each block that it holds.
+
+    `buffer` ends where a block or the file ends. Raises Damaged; the buffer then holds nothing
+    usable.
+    """
+    start, done = first * BLOCK_BYTES, 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], start + done)
+        except OSError as error:
+            text = f"{path}: {error.strerror} at byte {start + done}"
+            raise Damaged(text, kind="unreadable") from None
+        if count == 0:
+            raise Damaged(f"{path}: ends at byte {start + done}", kind="truncated")
+        done += count
+    bad = [
+        first + i
+        for i in range(-(-len(buffer) // BLOCK_BYTES))
+        if digest(buffer[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]) != digests[first + i]
+    ]
+    if bad:
+        where = f"{counted(len(bad), 'block')}, the first at byte {bad[0] * BLOCK_BYTES}"
+        raise Damaged(f"{path}: differs from its digests in {where}", kind="flipped")
+
+
+def check_file(
+    path: Path, num_bytes: int, digests: Sequence[bytes], blocks: Sequence[int] | None = None
+) -> None:
+    """Read a file back and compare: all of it, or only `blocks`. Raises Damaged."""
+    buffer = memoryview(bytearray(min(WINDOW_BYTES, max(num_bytes, 1))))
+    with opened(path) as descriptor:
+        check_size(descriptor, path, num_bytes)
+        per_read = WINDOW_BYTES // BLOCK_BYTES if blocks is None else 1
+        for first in range(0, len(digests), per_read) if blocks is None else blocks:
+            size = min(per_read * BLOCK_BYTES, num_bytes - first * BLOCK_BYTES)
+            read_blocks(descriptor, path, first, buffer[:size], digests)

@@ -1,0 +1,161 @@
+"""Loading: rank 0 chooses a checkpoint, every rank reads what its fragments need, all agree.
+
+    newest whole one -> indexes, each read by one rank and passed round -> plan -> checked reads
+                 ^                                                              |
+                 '------------------ damaged: said aloud, next older one -------'
+
+The one rule: reading is checking. Every block is compared with its digest before a byte of it is
+copied, all ranks together read all blocks, and `load` returns only when every rank found its part
+whole. Units: bytes, seconds, steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from checkpoint.comm import Comm, broadcast
+from checkpoint.format.blocks import Damaged
+from checkpoint.format.index import Fragment, Index, merge, plan
+from checkpoint.format.manifest import Manifest, none_is_whole
+from checkpoint.format.storage import (
+    data_name,
+    file_digests,
+    index_name,
+    parse_index,
+    read,
+    read_checked,
+    read_index,
+)
+from checkpoint.load.choosing import Choice, Found, at_step, choose, unnamed
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: `fragments` are filled, the rest is for the caller to put back."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+    local: dict[str, Any] | None  # of this rank; None when another number of ranks wrote it
+    bytes: int  # read by this rank
+    seconds: float
+    damaged: list[tuple[Path, list[str]]]  # newer checkpoints passed over, with their problems
+    unnamed: list[str]  # files in the folder that are none of the checkpoint's
+
+
+def load(
+    run_folder: Path, fragments: Sequence[Fragment], comm: Comm, step: int | None = None
+) -> Loaded | None:
+    """Fill `fragments` from the newest whole checkpoint, or from that of `step`; a collective.
+
+    None when no checkpoint was ever committed (and no step is asked for); fragments are then
+    untouched. Raises UserError on all ranks when the step asked for or every checkpoint is damaged,
+    or when it belongs to another model or optimizer; fragments are then undefined.
+    """
+    began = time.perf_counter()
+    damaged: list[tuple[Path, list[str]]] = []
+    while True:
+        if step is None:
+            below = damaged[-1][0] if damaged else None
+            choice = choose(run_folder, comm, below=_step_of(below))
+        else:
+            choice = Choice(at_step(run_folder, step, comm), [])
+        damaged += choice.damaged
+        found = choice.found
+        if found is None:
+            if damaged:
+                raise none_is_whole(damaged)
+            return None
+        local, count, problems = _attempt(found, fragments, comm)
+        if not problems:
+            seconds = time.perf_counter() - began
+            state = found.manifest.state
+            extra = broadcast(
+                comm, unnamed(found.folder) if comm.rank == 0 else None, "extra files"
+            )
+            return Loaded(found.step, found.folder, state, local, count, seconds, damaged, extra)
+        if step is not None:
+            raise UserError(*problems)
+        damaged.append((found.folder, problems))
+
+
+def _step_of(folder: Path | None) -> int | None:
+    return None if folder is None else int(folder.name.split("-")[1])
+
+
+def _attempt(
+    found: Found, fragments: Sequence[Fragment], comm: Comm
+) -> tuple[dict | None, int, list[str]]:
+    """(this rank's local state, bytes read, all problems). Raises UserError on all ranks."""
+    texts, problems = _collect(found, comm)
+    if problems:
+        return None, 0, problems
+    local, count, misfits = None, 0, []
+    try:
+        names = [index_name(rank) for rank in range(found.manifest.world)]
+        indexes = [parse_index(texts[name], found.folder / name) for name in names]
+        source = Source(found.folder, found.manifest, merge(indexes), indexes)
+        count = source.fill(fragments)
+        if comm.world == found.manifest.world:
+            local = indexes[comm.rank]["local"]
+    except Damaged as damage:
+        problems = damage.problems
+    except UserError as error:
+        misfits = [f"{found.folder.name}: {line}" for line in error.problems]
+    except Exception as error:  # not damage, nothing older is better; but the others must hear
+        misfits = [f"{found.folder.name}: rank {comm.rank}: {type(error).__name__}: {error}"]
+    outcomes = comm.exchange((problems, misfits), "checkpoint read")
+    problems, misfits = (
+        list(dict.fromkeys(line for outcome in outcomes for line in outcome[i])) for i in (0, 1)
+    )
+    if misfits:
+        raise UserError(*misfits)
+    return local, count, problems
+
+
+def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str]]:
+    """Texts of all indexes: each file is opened by one rank only, whatever the number of ranks."""
+    texts, problems = {}, []
+    for rank in range(comm.rank, found.manifest.world, comm.world):
+        name = index_name(rank)
+        try:
+            texts[name] = read_checked(found.folder / name, *found.manifest.files[name])
+        except Damaged as damage:
+            problems += damage.problems
+    outcomes = comm.exchange((texts, problems), "checkpoint indexes")
+    merged = {name: text for part, _ in outcomes for name, text in part.items()}
+    return merged, [line for _, lines in outcomes for line in lines]
+
+
+@dataclass
+class Source:
+    """A checkpoint folder opened for reading; digests are worked out file by file when needed."""
+
+    folder: Path
+    manifest: Manifest
+    index: Index
+    indexes: list[dict]
+
+    def digests(self, rank: int) -> list[bytes]:
+        """Of the blocks of a rank's data file."""
+        entry = self.manifest.files[data_name(rank)]
+        return file_digests(self.folder, rank, self.indexes[rank], entry)
+
+    def fill(self, fragments: Sequence[Fragment]) -> int:
+        """Read into fragments; bytes read. Raises Damaged, or UserError where they do not fit."""
+        return read(self.folder, self.index, self.digests, plan(self.index, fragments), fragments)
+
+
+def open_source(found: Found) -> Source:
+    """A checkpoint for one process alone: all its indexes, checked. Raises Damaged."""
+    manifest = found.manifest
+    indexes = [
+        read_index(found.folder, rank, manifest.files[index_name(rank)])
+        for rank in range(manifest.world)
+    ]
+    return Source(found.folder, manifest, merge(indexes), indexes)

@@ -1,0 +1,279 @@
+"""Saving: all ranks write, rank 0 decides once, a rename is the commit.
+
+    prepare   rank 0 sweeps leftovers, makes step-00001200.tmp-<epoch>/
+    write     every rank writes and fsyncs its file and index, digesting as it writes
+    commit    rank 0 makes the run's record durable, checks that the pieces are complete, writes
+              MANIFEST.json, renames the folder
+    verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
+
+The one rule: between two phases every rank learns how all others fared, and one failure is
+everyone's failure: the save is given up with one message, training goes on, older checkpoints stay.
+A folder under its final name is complete and durable, at every moment, whoever dies. Before
+anything becomes final rank 0 asks its fence: where another life of the run has begun, all ranks
+raise Fenced. Units: seconds, bytes, steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.durable import sync_folder
+from checkpoint.comm import Comm
+from checkpoint.format import manifest as manifests
+from checkpoint.format.blocks import Damaged
+from checkpoint.format.epochs import Fence, Fenced, Open
+from checkpoint.format.index import Fragment, holes, merge
+from checkpoint.format.manifest import Manifest, encode, folder_name, segment_of
+from checkpoint.format.storage import (
+    Point,
+    index_name,
+    naming,
+    nothing,
+    read_index,
+    write_file,
+    write_rank,
+)
+from checkpoint.load.choosing import KEEP, Keep, check_rank, prune, set_aside
+
+# How long a rank looks for the folder that rank 0 made before it calls it missing: network file
+# systems show new names late.
+LAG_S = 30.0
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save went, the same on all ranks but for the times."""
+
+    step: int
+    folder: Path
+    ok: bool
+    problem: str | None  # why it failed: rank, path, cause
+    bytes: int  # of all ranks together
+    seconds: float
+    stall_s: float  # time that training stood still
+    removed: tuple[int, ...] = ()  # steps of older checkpoints that went
+    notes: tuple[str, ...] = ()  # what went wrong without harm
+
+
+class SaveFailed(Exception):
+    """Some rank could not do its part; the same message on every rank."""
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one,
+    once.
+    """
+    return step == last or (every > 0 and step % every == 0)
+
+
+def save(
+    run_folder: Path,
+    step: int,
+    fragments: Sequence[Fragment],
+    state: dict[str, Any],
+    comm: Comm,
+    *,
+    local: dict[str, Any] | None = None,
+    keep: Keep = KEEP,
+    fence: Fence | None = None,
+    verify: str = "sampled",
+    again: bool = False,
+    point: Point = nothing,
+    sync_record: Callable[[], None] = lambda: None,
+) -> SaveReport:
+    """Save the state after update `step`; a collective of all ranks.
+
+    `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
+    `sync_record` makes durable what the checkpoint vouches for; rank 0 calls it before the commit.
+    `verify` is sampled or full. `again` = this life tried before: what it committed then and could
+    not read back is set aside. What fails on any rank is reported, not raised. Raises Fenced on
+    all ranks where another life of the run has begun, and RuntimeError where the ranks lose each
+    other, so that none waits for ever.
+    """
+    began = time.perf_counter()
+    fence = fence or Open()
+    checkpoints = run_folder / "checkpoints"
+    final = checkpoints / folder_name(step, segment_of(state))
+    phase = _Phases(comm, point)
+    problem, total, removed, notes, temporary = None, 0, (), (), None
+    try:
+        temporary = phase(
+            "prepare", lambda: _prepare(checkpoints, final, fence, again, point), only=0
+        )[0]
+        written = phase(
+            "write", lambda: _write(temporary, fragments, local or {}, comm.rank, point)
+        )
+        files = {name: entry for part in written for name, entry in part.items()}
+        total = sum(size for size, _ in files.values())
+        made = Manifest(step, fence.epoch, comm.world, state, files)
+
+        def commit() -> list[str]:
+            sync_record()
+            return _commit(temporary, final, made, fence, point)
+
+        notes = phase("commit", commit, only=0)[0]
+        phase("verify", lambda: check_rank(final, comm.rank, files, verify))
+        removed, more = phase(
+            "prune", lambda: _prune(checkpoints, keep, step, fence, point), only=0
+        )[0]
+        notes = [*notes, *more]
+    except SaveFailed as failure:
+        problem = str(failure)
+        with contextlib.suppress(SaveFailed):
+            phase("give up", lambda: _give_up(temporary, fence), only=0)
+    seconds = time.perf_counter() - began
+    return SaveReport(
+        step, final, problem is None, problem, total, seconds, seconds, tuple(removed), tuple(notes)
+    )
+
+
+class _Phases:
+    """Runs a part of the work and exchanges how it went."""
+
+    def __init__(self, comm: Comm, point: Point):
+        self.comm, self.point = comm, point
+
+    def __call__(self, what: str, action: Callable[[], Any], only: int | None = None) -> list[Any]:
+        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed, or Fenced,
+        on all ranks.
+        """
+        value, problem, lost = None, None, None
+        if only is None or only == self.comm.rank:
+            try:
+                value = action()
+            except Fenced as error:
+                lost = str(error)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = _cause(error)
+        self.point(f"exchange {what}", self.comm.rank)
+        outcomes = self.comm.exchange((value, problem, lost), f"checkpoint {what}")
+        for _, _, text in outcomes:
+            if text:
+                raise Fenced(text)
+        problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text]
+        if problems:
+            more = f" (and {len(problems) - 1} other ranks)" if len(problems) > 1 else ""
+            raise SaveFailed(f"{what}: {problems[0]}{more}")
+        return [value for value, _, _ in outcomes]
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, Damaged):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _prepare(checkpoints: Path, final: Path, fence: Fence, again: bool, point: Point) -> Path:
+    """Rank 0: the folder that all ranks write into, named after its epoch."""
+    fence.check()
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    sync_folder(checkpoints.parent)  # the name `checkpoints` must outlive a power cut, too
+    if again and os.path.lexists(final):
+        set_aside([final])
+    if os.path.lexists(final) and not _was_late(final):
+        raise FileExistsError(17, "this step is saved already; a checkpoint is never overwritten",
+                              str(final))  # fmt: skip
+    manifests.sweep(checkpoints, fence.epoch)
+    point("open folder", 0)
+    temporary = checkpoints / f"{final.name}.tmp-{fence.epoch}"
+    with naming(temporary):
+        temporary.mkdir()
+    return temporary
+
+
+def _give_up(temporary: Path | None, fence: Fence) -> None:
+    """Remove what there is; where it failed because another life has begun, that is the cause."""
+    fence.check()
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _was_late(final: Path) -> bool:
+    """Set aside what a writer that had lost the run committed under this name after all."""
+    try:
+        manifests.read_manifest(final)
+    except Damaged as damage:
+        if damage.problems[0].kind == "late":
+            set_aside([final])
+            return True
+    return False
+
+
+def _write(
+    temporary: Path, fragments: Sequence[Fragment], local: dict, rank: int, point: Point
+) -> dict[str, list]:
+    deadline = time.monotonic() + (LAG_S if rank else 0)  # rank 0 made it
+    while not temporary.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    files = write_rank(temporary, rank, fragments, local, point)
+    point("fsync folder", rank)
+    sync_folder(temporary)
+    return files
+
+
+def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: Point) -> list[str]:
+    """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm.
+
+    A process that is stopped between the last check and the rename finds, when it goes on, that the
+    folder is gone: the next life takes its name away before it lists what is committed.
+    """
+    missing = holes(
+        merge([read_index(temporary, r, made.files[index_name(r)]) for r in range(made.world)])
+    )
+    if missing:
+        raise Damaged(
+            f"{temporary}: the pieces of all ranks do not make whole tensors: {missing[0]}"
+        )
+    new = temporary / f"{manifests.NAME}.new"
+    write_file(new, encode(made), 0, point, "manifest")
+    with naming(final):
+        point("rename manifest", 0)
+        os.rename(new, temporary / manifests.NAME)
+        point("fsync folder", 0)
+        sync_folder(temporary)
+        point("commit", 0)
+        fence.check()
+        try:
+            os.rename(temporary, final)
+        except FileNotFoundError:
+            fence.check()  # says who took it
+            raise
+        point("fsync parent", 0)
+        sync_folder(final.parent)
+    try:
+        _hint(final, fence, point)
+    except OSError as error:
+        return [f"the hint 'latest' was not written, which no run depends on: {_cause(error)}"]
+    return []
+
+
+def _prune(
+    checkpoints: Path, keep: Keep, step: int, fence: Fence, point: Point
+) -> tuple[list[int], list[str]]:
+    """Steps that went, and a note when one cannot be removed: the new checkpoint is none the
+    worse."""
+    try:
+        return prune(checkpoints, keep, step, fence, point), []
+    except OSError as error:
+        return [], [f"older checkpoints were not removed: {_cause(error)}"]
+
+
+def _hint(final: Path, fence: Fence, point: Point) -> None:
+    """`latest`: for people and other tools; resuming never reads it."""
+    new = final.parent / "latest.new"
+    new.unlink(missing_ok=True)
+    write_file(new, f"{final.name}\n".encode(), 0, point, "hint")
+    point("rename hint", 0)
+    fence.check()
+    with naming(new):
+        os.rename(new, final.parent / "latest")
+    sync_folder(final.parent)

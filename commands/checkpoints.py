@@ -1,0 +1,105 @@
+"""`make checkpoints RUN=`: the checkpoints of a run, one a line.
+
+    step  segment  size  ranks  age  verified  val loss  skipped  tags             layout
+
+Its one rule: it looks at manifests and sizes only; `checkpoint.verify` reads the bytes. `verified`
+says how much was read back when it was saved, `val loss` the newest one since the save before,
+`skipped` how many steps did not move the weights since then. Tags: best (lowest validation loss of
+those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the run was taken back
+behind it). Exit status 0, 1 when one is damaged, 93 when there is no such run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from base.command_line import Parser, refuse
+from base.errors import UserError
+from base.exits import FAILED, FINISHED
+from checkpoint.format.blocks import Damaged
+from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
+from checkpoint.lineage import lineage_of
+from checkpoint.load.choosing import best, verify
+
+AXES = ("pipeline", "data", "context", "tensor", "stage")
+HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",
+        "layout"]  # fmt: skip
+
+
+def row(
+    step: int, segment: int, folder: Path, tags: list[str]
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """(cells of one line, problems, state of the run)."""
+    problems = verify(folder, "sizes")
+    try:
+        manifest = read_manifest(folder)
+        age = f"{(time.time() - (folder / NAME).stat().st_mtime) / 3600:.1f} h"
+    except (Damaged, OSError, UserError):  # also one that another version wrote
+        cells = [str(step), str(segment), "?", "?", "?", "damaged", "?", "?", " ".join(tags), ""]
+        return cells, problems, {}
+    state = manifest.state
+    layout, health = state.get("layout") or {}, state.get("health") or {}
+    knobs = (state.get("recipe") or {}).get("checkpoint") or {}
+    every = knobs.get("keep_every") or 0
+    if every and step % every == 0:
+        tags = ["permanent", *tags]
+    loss, skipped = health.get("val_loss"), health.get("skipped_since_save")
+    cells = [
+        str(step),
+        str(segment),
+        f"{manifest.num_bytes / 2**20:.1f} MiB",
+        str(manifest.world),
+        age,
+        "damaged" if problems else knobs.get("verify", "?"),
+        "-" if loss is None else f"{loss:.4f}",
+        "-" if skipped is None else str(skipped),
+        " ".join(tags) or "-",
+        ", ".join(f"{key} {layout[key]}" for key in AXES if key in layout),
+    ]
+    return cells, problems, state
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns aligned, the last one left open."""
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(c.rjust(w) for c, w in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
+        for cells in rows
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; exit status."""
+    parser = Parser(prog="commands.checkpoints", description="checkpoints of a run")
+    parser.add_argument("run", help="run folder, or its name under runs/")
+    name = parser.parse_args(arguments).run
+    run = folder_with_checkpoints(name)
+    if run is None:
+        return refuse(UserError(f"RUN={name}: no run with checkpoints here or under runs/"))
+    try:
+        current = lineage_of(run)
+    except UserError as error:
+        return refuse(error)
+    rows, states, problems = [], {}, []
+    for step, segment, folder in all_committed(run / "checkpoints"):
+        is_ours = current.holds(segment, step)
+        cells, found, state = row(step, segment, folder, [] if is_ours else ["abandoned"])
+        if is_ours and not found:
+            states[step] = state
+        rows.append(cells)
+        problems += found
+    healthiest = best(states)
+    for cells in rows:
+        if cells[0] == str(healthiest) and "abandoned" not in cells[8]:
+            cells[8] = "best" if cells[8] == "-" else f"best {cells[8]}"
+    print(table([HEAD, *rows]))
+    for problem in problems:
+        print(problem)
+    return FAILED if problems else FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

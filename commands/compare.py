@@ -1,0 +1,199 @@
+"""`make compare`: run the variants of a recipe side by side, or put runs that exist side by side.
+
+    python -m commands.compare --recipe tiny --nproc 2 --sweep "zero=1,2,3" --steps 20 [--repeats 3]
+    python -m commands.compare --runs "a b c"
+
+One rule: nothing starts before every variant has been checked, with all problems at once and the
+number of runs told. The same command goes on where an interrupted comparison was.
+
+Exit status: 0 the report is there; 1 no variant finished, or losses that must agree do not; 93
+refused; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from base.command_line import Parser, add_words, refuse, words_of
+from base.errors import UserError
+from base.values import counted, read_ranks
+from compare import pictures, runner, tensorboard_pages
+from compare.folder import (
+    RUNS,
+    loads,
+    open_comparison,
+    reasons,
+    refuse_another,
+    refuse_strangers,
+)
+from compare.report import Comparison, markdown, terminal
+from compare.results import Side, read_run
+from compare.variants import (
+    FEWEST_STEPS,
+    MOST_REPEATS,
+    MOST_STEPS,
+    Plan,
+    checked_name,
+    plan,
+    read_count,
+)
+from data.stream.schedule import schedule_of
+from record.records import notes
+from runtime.resolve import settle
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of the two commands above; returns the exit status."""
+    parser = Parser(prog="make compare", description=__doc__)
+    parser.add_argument("--name", help="folder of the report under runs/")
+    parser.add_argument("--runs", help="names of runs that exist")
+    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--nproc", default="1")
+    parser.add_argument("--sweep", default="", help="knob=value,value ...")
+    parser.add_argument("--steps", default="20")
+    parser.add_argument("--repeats", default="3")
+    add_words(parser, "*", "overrides of every variant")
+    options = parser.parse_args(arguments)
+    try:
+        options.words = words_of(options)
+        if options.runs is not None:
+            return compare_runs(options)
+        return compare_variants(options)
+    except UserError as error:
+        return refuse(error)
+    except OSError as error:  # a folder that this user may not write, a full disk
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+
+
+def compare_variants(options: argparse.Namespace) -> int:
+    """Run a sweep and report it."""
+    wanted = read_plan(options)
+    folder = RUNS / wanted.name
+    refuse_another(folder, wanted.as_dict())
+    refuse_strangers(folder, wanted.by_round())
+    print(announcement(wanted), flush=True)
+    runner.check(wanted)
+    lock = open_comparison(folder, wanted.as_dict())
+    try:
+        runner.run_all(wanted, folder)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on with the run that was ended", file=sys.stderr)
+        return INTERRUPTED
+    failures = reasons(folder)
+    sides = [Side(variant.label) for variant in wanted.variants]
+    for turn in wanted.turns():
+        side = sides[wanted.variants.index(turn.variant)]
+        if runner.is_finished(RUNS / turn.run, wanted.steps):
+            side.runs.append(read_run(RUNS / turn.run, turn.round))
+        elif turn.run in failures:
+            side.reason = failures[turn.run]
+    shown = Comparison(wanted.name, shown_command(wanted), sides, True, loads=loads(folder))
+    status = report(shown, folder)
+    lock.close()
+    return status
+
+
+def read_plan(options: argparse.Namespace) -> Plan:
+    """The plan of a command line. Raises UserError with all problems."""
+    problems: list[str] = []
+
+    def attempt(read, *given):
+        try:
+            return read(*given)
+        except (UserError, ValueError) as error:
+            problems.extend(getattr(error, "problems", [str(error)]))
+            return 0
+
+    ranks = attempt(read_ranks, "NPROC", options.nproc)
+    steps = attempt(read_count, "STEPS", options.steps, FEWEST_STEPS, MOST_STEPS)
+    repeats = attempt(read_count, "REPEATS", options.repeats, 1, MOST_REPEATS)
+    sweep = attempt(shlex.split, options.sweep)
+
+    def settled(recipe):
+        return settle(recipe, ranks, schedule_of(recipe))
+
+    if problems:
+        raise UserError(*problems)
+    return plan(options.name, options.recipe, ranks, options.words, sweep, steps, repeats, settled)
+
+
+def announcement(wanted: Plan) -> str:
+    """What is about to be checked and run."""
+    runs, ranks = len(wanted.turns()), wanted.ranks
+    labels = "; ".join(variant.label for variant in wanted.variants)
+    return (
+        f"{wanted.name}: {counted(len(wanted.variants), 'variant')} x"
+        f" {counted(wanted.repeats, 'round')} = {counted(runs, 'run')} of"
+        f" {counted(wanted.steps, 'step')} on {counted(ranks, 'rank')}\n{labels}"
+    )
+
+
+def shown_command(wanted: Plan) -> str:
+    """The command that made it."""
+    parts = [
+        f"make compare RECIPE={wanted.recipe} NPROC={wanted.ranks}",
+        f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps} REPEATS={wanted.repeats}',
+    ]
+    if wanted.overrides:
+        parts.append(f'OVERRIDES="{" ".join(wanted.overrides)}"')
+    return " ".join([*parts, f"NAME={wanted.name}"])
+
+
+def compare_runs(options: argparse.Namespace) -> int:
+    """Report runs that exist."""
+    names = options.runs.split()
+    problems = [
+        f"RUNS: {name} stands there twice"
+        for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    if options.sweep:
+        problems.append("RUNS and SWEEP: runs that exist, or new ones; give one of them")
+    if len(names) < 2:
+        problems.append(f'RUNS="{options.runs}" names {len(names)} runs; give two or more')
+    read = []
+    for name in dict.fromkeys(names):
+        try:
+            read.append(read_run(RUNS / name))
+            print(*(f"{line}\n" for line in notes(RUNS / name)), sep="", end="", file=sys.stderr)
+        except UserError as error:
+            problems += [f"RUNS: {line}" for line in error.problems]
+    if problems:
+        raise UserError(*problems)
+    name = checked_name(options.name or "-vs-".join(names), 1)
+    wanted = {"kind": "runs", "runs": names}
+    folder = RUNS / name
+    lock = open_comparison(folder, wanted)
+    sides = [Side(run.name, [run]) for run in read]
+    command = f'make compare RUNS="{" ".join(names)}" NAME={name}'
+    status = report(Comparison(name, command, sides, False), folder)
+    lock.close()
+    return status
+
+
+def report(shown: Comparison, folder: Path) -> int:
+    """Write the report of what was read, print its table; returns the exit status."""
+    if not shown.runs:
+        for side in shown.sides:
+            print(f"{side.label}: {side.reason}", file=sys.stderr)
+        print(f"no variant finished; output in runs/{shown.name}/logs/", file=sys.stderr)
+        return FAILED
+    names = pictures.draw(shown, folder)
+    shown = dataclasses.replace(shown, pictures=names)
+    (folder / "report.md").write_text(markdown(shown), encoding="utf-8")
+    tensorboard_pages.write(shown, folder)
+    print(f"\n{terminal(shown)}")
+    print(f"report in runs/{shown.name}/report.md; charts: make tensorboard RUN={shown.name}")
+    result = shown.agreement()
+    return FAILED if result and result.is_broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""`make doctor`: is this machine, or every host of HOSTFILE, fit for a run, and which one is not?
+
+    facts -> judge -> the way to the first host -> operators built once -> collective test -> links
+
+The one rule: every problem names its host and its key. The quick part of this runs before each
+start on several hosts by itself; here disks are timed, stale locks of builds are removed, and the
+links are measured by a process that runs as a rank does (runtime.process.link_test). Exit status 0
+= fit,
+93 = not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+from base.command_line import Parser
+from base.errors import UserError
+from base.exits import DO_NOT_RETRY
+from base.lossy_output import make_lossy
+from base.values import counted, read_ranks
+from launch.hosts.cluster import Cluster
+from launch.hosts.hostfile import MOST_SLOTS, Host, ranks_per_host
+from launch.hosts.judge import Need, cards_of
+from launch.hosts.link_speeds import slow_links
+from launch.hosts.place import ROOT, add_place, read_place
+from launch.hosts.preflight import Inspection, Plan, preflight, wanted_port
+from launch.hosts.variables import passed
+from launch.ranks import start
+
+RESULT = ".cache/links.json"
+LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `python -m commands.doctor`; returns the exit status."""
+    parser = Parser(prog="python -m commands.doctor", description=__doc__)
+    parser.add_argument("--nproc", default="", help="ranks on each host")
+    add_place(parser)
+    options = parser.parse_args(arguments)
+    try:
+        place = read_place(options)
+        ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
+        cluster = Cluster([Host("localhost", MOST_SLOTS)], ROOT)
+        if place:  # spares are examined with the rest
+            cluster = replace(place.cluster, hosts=[*place.cluster.hosts, *place.spares])
+        named = place.named if place else ()
+        problems = examine(cluster, ranks, passed(os.environ, named))
+    except UserError as error:
+        problems = error.problems
+    except OSError as error:  # .cache/ is another user's
+        problems = [f"{error.filename}: {error.strerror}"]
+    for problem in problems:
+        print(f"refused: {problem}", file=sys.stderr)
+    return DO_NOT_RETRY if problems else 0
+
+
+def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
+    """Everything that is wrong with the hosts; prints what was found on the way."""
+    known = ranks is not None or cluster.hosts[0].slots != MOST_SLOTS
+    per_host = ranks_per_host(cluster.hosts, ranks) if known else 1
+    inspection = Inspection(
+        need=Need(per_host, "auto", LEAST_FREE_GIB),
+        environment=environment,
+        port=wanted_port(os.environ),
+        is_full=True,
+    )
+    plan, facts = preflight(cluster, inspection, say)
+    for host, f in facts.items():
+        say(describe(host, f))
+    has_gpus = all(cards_of(f) for f in facts.values())
+    if has_gpus:
+        build_operators(cluster, plan, environment)
+    return collective(cluster, plan, per_host, environment, "cuda" if has_gpus else "cpu")
+
+
+def build_operators(cluster: Cluster, plan: Plan, environment: dict[str, str]) -> None:
+    """Build what DeepSpeed would build in front of waiting ranks; only offload needs it."""
+    if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
+        say("warning: zero=zero3_offload will not start; all else does not need the operators")
+
+
+def collective(
+    cluster: Cluster, plan: Plan, per_host: int, environment: dict[str, str], device: str
+) -> list[str]:
+    """Run the collective test, and say what is wrong with sums and links."""
+    names = [host.name for host in cluster.hosts]
+    out = ROOT / RESULT
+    out.parent.mkdir(exist_ok=True)
+    out.unlink(missing_ok=True)
+    words = ["-m", "runtime.process.link_test", str(out), device]
+    status = start.across(cluster, plan, words, per_host, environment, None)
+    if status:
+        return [f"the collective test on {len(names)} hosts ended with status {status}; see above"]
+    if not out.exists():
+        return [f"{out} was written on {names[0]} and is not here; the folder is not shared"]
+    result = json.loads(out.read_text())
+    speeds = {(a, b): speed for a, b, speed in result["mib_per_s"]}
+    wrong = [
+        f"{names[rank // per_host]}: rank {rank} got a wrong sum from an all-reduce"
+        for rank in result["wrong"]
+    ]
+    num_ranks = per_host * len(names)
+    say(f"all-reduce over {counted(num_ranks, 'rank')} ({device}): {'wrong' if wrong else 'right'}")
+    if speeds:
+        slowest, fastest = min(speeds.values()), max(speeds.values())
+        say(f"links between hosts: {len(speeds)}, {slowest:.0f} to {fastest:.0f} MiB/s")
+    return wrong + slow_links(speeds, names)
+
+
+def describe(host: str, f: dict) -> str:
+    """One line about a host."""
+    cards = cards_of(f)
+    packages = f["packages"]
+    speed = f["disk_mib_per_s"]["runs/"]
+    return (
+        f"{host}: Python {f['python']}, torch {packages.get('torch')}, deepspeed"
+        f" {packages.get('deepspeed')}, {counted(f['cores'], 'core')}, {f['memory_gib']:.0f} GiB,"
+        f" {counted(len(cards), 'GPU')}{' (' + cards[0]['name'] + ')' if cards else ''},"
+        f" runs/ {f['disk']['runs/']:.0f} GiB free, {speed or 0:.0f} MiB/s"
+    )
+
+
+def say(line: str) -> None:
+    """A line of the report."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    make_lossy()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""`make recipes`: the dishes with size, length and axes, from the same arithmetic as the run.
+
+python -m commands.recipes
+"""
+
+from __future__ import annotations
+
+import sys
+
+from base.errors import UserError
+from base.table import scaled, table
+from data.stream.schedule import schedule_of
+from model.cost import num_parameters
+from recipes.compose import compose, dishes, locate
+from recipes.schema import Recipe
+from runtime.resolve import length_in_steps
+
+HEAD = ["recipe", "parameters", "tokens", "steps", "tokens/step", "axes", "zero", "command"]
+
+
+def main() -> int:
+    """Entry of `python -m commands.recipes`; a broken recipe is listed with its first problem."""
+    sized = []
+    for dish in dishes():
+        try:
+            recipe = compose(dish).recipe
+            sized.append((num_parameters(recipe.model), row(dish, recipe)))
+        except UserError as error:
+            sized.append((0, [dish, *[""] * (len(HEAD) - 2), f"refused: {error.problems[0]}"]))
+    print(table([HEAD, *(cells for _, cells in sorted(sized))], indent=""))
+    return 0
+
+
+def row(dish: str, recipe: Recipe) -> list[str]:
+    """One line of the table."""
+    parameters = num_parameters(recipe.model)
+    schedule = schedule_of(recipe)
+    steps = length_in_steps(recipe, schedule, parameters)
+    axes = recipe.parallel
+    sizes = {"tensor": axes.tensor, "pipeline": axes.pipeline, "context": axes.context}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    return [
+        dish,
+        scaled(parameters),
+        scaled(schedule.tokens_after(steps)),
+        f"{steps:,}",
+        scaled(schedule.sequences_at(1) * recipe.seq_len),
+        " x ".join(f"{name} {size}" for name, size in sizes.items()) or "data only",
+        str(recipe.zero),
+        command(dish),
+    ]
+
+
+def command(dish: str) -> str:
+    """The first comment of a dish: the command that trains it."""
+    return locate(dish).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`make rewind`: take a run back to one of its checkpoints, and leave out data steps from there on.
+
+    make rewind RUN=tiny STEP=80 SKIP="85:90 120:125" WHY="loss spike"
+    make rewind RUN=tiny STEP=100 SEGMENT=0          turn back once more, to what was abandoned
+
+SKIP names data steps, the end not included. EFFECT=advance (the default) goes on with the next
+batch, EFFECT=no_update counts the step without training. The one rule: it says everything that is
+wrong at once and then changes nothing, or it appends one line to history.jsonl. The next start of
+the run goes on from there; nothing is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from base.command_line import Parser, count_of, refuse
+from base.errors import UserError
+from base.exits import FINISHED
+from base.paths import ROOT
+from checkpoint.format.manifest import committed
+from checkpoint.lineage import Line, lineage, read, run_folder
+from checkpoint.load.choosing import verify
+from checkpoint.save.lease import refuse_held
+from data.stream.schedule import schedule_of
+from data.stream.skips import Skips
+from model.cost import num_parameters
+from recipes.compose import compose
+from record import history
+from record.run_folder import hold, refuse_busy
+from runtime.resolve import attempt, length_in_steps
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `python -m commands.rewind RUN --step N ...`; returns the exit status."""
+    parser = Parser(prog="make rewind", description=__doc__)
+    parser.add_argument("run", help="run folder, or its name under runs/")
+    parser.add_argument("--step", default="", help="checkpoint to go back to; 0 = the start")
+    parser.add_argument("--skip", default="", help="ranges of data steps first:end")
+    parser.add_argument("--effect", default="", help="advance or no_update")
+    parser.add_argument("--segment", default="", help="take the checkpoint of this segment")
+    parser.add_argument("--why", default="", help="for the record")
+    options = parser.parse_args(arguments)
+    try:
+        folder = run_folder(options.run, ROOT)
+        refuse_busy(folder)
+        lock = hold(folder)
+        try:
+            refuse_held(folder, lock.inode)  # it may go on on another host
+            line = rewind(folder, options)
+        finally:
+            lock.close()
+    except UserError as error:
+        return refuse(error)
+    print("\n".join(told(folder, line)))
+    return FINISHED
+
+
+def rewind(folder: Path, options: argparse.Namespace) -> Line:
+    """Check every word, then do it. Raises UserError with all problems."""
+    problems: list[str] = []
+    step = attempt(problems, lambda: count_of("STEP", options.step))
+    segment = None
+    if options.segment:
+        segment = attempt(problems, lambda: count_of("SEGMENT", options.segment))
+    ranges = read_ranges(options.skip, problems)
+    effect = options.effect or history.EFFECTS[0]
+    if effect not in history.EFFECTS:
+        problems.append(f"EFFECT={effect}: one of {', '.join(history.EFFECTS)}")
+    if step is not None:
+        problems += beyond_the_end(folder, ranges) + damage(folder, step, segment)
+    if problems:
+        raise UserError(*problems)
+    return history.rewind(
+        folder, step, ranges, options.why, "operator", effect=effect, segment=segment
+    )
+
+
+def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
+    """`85:90 120:125` (blanks or commas between) as ranges."""
+    ranges = []
+    for word in re.split(r"[\s,]+", text.strip()):
+        found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", word, re.ASCII)
+        if found:
+            ranges.append((int(found[1]), int(found[2])))
+        elif word:
+            problems.append(f"SKIP={word}: write first:end in data steps, such as SKIP=85:90")
+    return ranges
+
+
+def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
+    """Ranges that the run never comes to."""
+    recipe = compose(str(folder / "recipe.yaml")).recipe
+    schedule = schedule_of(recipe)
+    steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
+    skips = Skips(history.data_with_skips(recipe.data, history.in_force(read(folder))).skip)
+    last = skips.data_step(steps) + sum(end - first for first, end in ranges)
+    return [
+        f"SKIP={first}:{end} lies past the end: the {steps} steps of {folder.name} end before data"
+        f" step {last + 1}"
+        for first, end in ranges
+        if first > last
+    ]
+
+
+def damage(folder: Path, step: int, segment: int | None) -> list[str]:
+    """What is wrong with the checkpoint of `step`, every byte read; none where there is none."""
+    found = dict(committed(folder / "checkpoints", lineage(read(folder), segment)))
+    return verify(found[step], "full") if step in found else []
+
+
+def told(folder: Path, line: Line) -> list[str]:
+    """What has happened and what comes next, for a person."""
+    lines = read(folder)
+    left = lineage(lines, line["segment"] - 1)
+    return [
+        f"{folder.name} goes back from segment {left.segment} to step {line['parent']['step']} of"
+        f" segment {line['parent']['segment']}; segment {line['segment']} begins with step"
+        f" {line['first_step']}",
+        *history.describe(lines)[1:],
+        "nothing was removed: the abandoned steps stay on record, their checkpoints until the run"
+        " has come as far again",
+        f"go on with: make pretrain RECIPE=runs/{folder.name}/recipe.yaml, or the command that"
+        " started it",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

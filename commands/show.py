@@ -1,0 +1,249 @@
+"""`make show`: what a recipe would do on a number of ranks. Starts nothing, needs no GPU.
+
+    python -m commands.show [--world 64] [--json] -- 7b zero=2
+
+Prints the composed recipe with the origin of each knob, the layout, the length of the run, the
+exact DeepSpeed JSON with the origin of each key, and the bytes of training state. One rule: it
+computes nothing itself; the numbers are those that the launcher and the run use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from base.command_line import Parser, add_words, refuse, words_of
+from base.errors import UserError
+from base.paths import ROOT
+from base.table import scaled, table
+from base.values import counted, read_ranks
+from data.stream.schedule import Schedule, schedule_of
+from data.stream.sources import drawn
+from data.stream.stream import open_stream
+from model.cost import flops_per_token
+from parallel.layout import parameters_per_stage
+from recipes.compose import Composed, compose
+from recipes.schema import Recipe
+from runtime.ds_config.confirm import confirm
+from runtime.ds_config.merge import ds_problems
+from runtime.ds_config.state_bytes import ON_HOST, of_layout
+from runtime.resolve import Settled, settle
+
+GIB = 2**30
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry of `python -m commands.show`; returns the exit status."""
+    parser = Parser(prog="make show", description=__doc__)
+    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_words(parser, "+", "recipe, then overrides")
+    options = parser.parse_args(arguments)
+    try:
+        dish, *overrides = words_of(options)
+        world = None if options.world is None else read_ranks("WORLD", options.world)
+        shown = collect(dish, overrides, world)
+    except UserError as error:
+        return refuse(error)
+    print(json.dumps(shown, indent=2) if options.json else text(shown))
+    return 0
+
+
+def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
+    """Everything that is shown, as plain values. Raises UserError with every problem."""
+    composed = compose(dish, overrides, ds_problems)
+    recipe = composed.recipe
+    world = world or recipe.parallel.model_ranks
+    schedule = schedule_of(recipe)
+    settled = settle(recipe, world, schedule)
+    confirm(settled.config)
+    sources, refused = usage(recipe, schedule, settled.last_step)
+    return {
+        "recipe": dataclasses.asdict(recipe),
+        "recipe_origins": composed.origins,
+        "layout": settled.layout.as_dict(),
+        "layout_text": settled.layout.describe(),
+        "run": length(recipe, settled, schedule),
+        "ds_config": settled.config,
+        "ds_origins": ds_origins(composed, settled),
+        "optimizer_class": settled.engine.optimizer_class,
+        "state": state(recipe, settled),
+        "data": sources,
+        "warnings": [*composed.warnings, *settled.warnings, *refused],
+    }
+
+
+def length(recipe: Recipe, settled: Settled, schedule: Schedule) -> dict[str, Any]:
+    """Size of the model and of the run."""
+    by_length = schedule.tokens_by_length(settled.total_steps)
+    tokens = sum(by_length.values())
+    return {
+        "parameters": settled.num_parameters,
+        "steps": settled.total_steps,
+        "last_step": settled.last_step,
+        "warmup_steps": settled.warmup_steps,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / settled.num_parameters,
+        "flops": sum(
+            flops_per_token(recipe.model, size) * tokens for size, tokens in by_length.items()
+        ),
+        "warmed_up": {str(size): tokens for size, tokens in by_length.items()},
+    }
+
+
+def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
+    """Origin of each key of the JSON; a `ds.` knob says where it was set."""
+    known = composed.origins
+    return {
+        key: f"{origin} ({known[origin]})" if origin in known else origin
+        for key, origin in settled.engine.origins.items()
+    }
+
+
+def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
+    """Bytes of training state per parameter of one rank's share, and in all."""
+    layout, engine = settled.layout, settled.engine
+    parts = of_layout(recipe, layout, engine)
+    per_stage = parameters_per_stage(recipe.model, layout)
+    share = max(per_stage)
+    return {
+        "bytes_per_parameter": parts,
+        "parameters_of_rank": share,
+        "parameters_per_stage": per_stage,
+        "on_host": list(ON_HOST) if engine.is_offloaded else [],
+        "gib": {name: value * share / GIB for name, value in parts.items()},
+        # What a save beside training copies, in host memory.
+        "copy_gib": (parts["master"] + parts["moments"]) * share / GIB
+        if recipe.checkpoint.mode == "async"
+        else 0.0,
+    }
+
+
+def usage(recipe: Recipe, schedule: Any, last_step: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """How the run uses each source, where all corpora are there, else which are not; and what of it
+    is worth a warning.
+    """
+    sources = recipe.data.sources
+    if any(
+        not (ROOT / sources[name].corpus / "manifest.json").is_file() for name in drawn(recipe.data)
+    ):
+        return [
+            {"source": name, "corpus": source.corpus, "absent": True, "build": source.build}
+            for name, source in sources.items()
+        ], []
+    vocabulary = recipe.model.vocab_size
+    stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
+    used = [
+        {
+            "source": use.uid,
+            "corpus": use.corpus,
+            "tokens": use.tokens,
+            "epochs": use.epochs,
+            "share": use.share,
+            "stages": [list(stage) for stage in use.stages],
+        }
+        for use in stream.usage(last_step)
+    ]
+    try:
+        return used, stream.check(last_step)
+    except UserError as error:
+        return used, [f"refused at start: {problem}" for problem in error.problems]
+
+
+def text(shown: dict[str, Any]) -> str:
+    """The same for people."""
+    origins = shown["recipe_origins"]
+    knobs = [
+        [name, _plain(value), origins.get(name, "default")]
+        for name, value in _leaves(shown["recipe"])
+    ]
+    run, state_ = shown["run"], shown["state"]
+    keys = [[key, json.dumps(value)] for key, value in _leaves(shown["ds_config"])]
+    lines = [
+        "recipe",
+        table(knobs),
+        "",
+        "layout",
+        f"  {shown['layout_text']}",
+        "",
+        "run",
+        f"  {run['parameters']:,} parameters, {counted(run['steps'], 'step')}, {run['tokens']:,}"
+        " tokens"
+        f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
+        f" steps, {run['flops']:.3g} FLOPs",
+        *_warmed_up(run["warmed_up"]),
+        *(_source(use) for use in shown["data"]),
+        "",
+        f"DeepSpeed JSON (builds {shown['optimizer_class']})",
+        json.dumps(shown["ds_config"], indent=2),
+        "",
+        "where each key comes from",
+        table([[key, value, shown["ds_origins"][key]] for key, value in keys]),
+        "",
+        "training state per rank, without activations and buckets (make dryrun RANK= adds them)",
+        _state(state_),
+    ]
+    return "\n".join([*lines, *(f"\nwarning: {line}" for line in shown["warnings"])])
+
+
+def _state(state_: dict[str, Any]) -> str:
+    parts, gib = state_["bytes_per_parameter"], state_["gib"]
+    rows = [
+        [
+            name,
+            f"{value:.4g}",
+            f"{gib[name]:.3f} GiB",
+            "host memory" if name in state_["on_host"] else "",
+        ]
+        for name, value in parts.items()
+    ]
+    rows.append(["sum", f"{sum(parts.values()):.4g}", f"{sum(gib.values()):.3f} GiB", ""])
+    share = f"x {scaled(state_['parameters_of_rank'])} parameters"
+    shown = table([["", "bytes per parameter", share, ""], *rows])
+    if len(state_["parameters_per_stage"]) > 1:
+        per_gib = sum(parts.values()) / GIB
+        stages = [f"{size * per_gib:.3f}" for size in state_["parameters_per_stage"]]
+        shown += f"\n  that is the fullest pipeline stage; GiB of each: {' '.join(stages)}"
+    if state_["copy_gib"]:
+        shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
+    return shown
+
+
+def _warmed_up(by_length: dict[str, int]) -> list[str]:
+    if len(by_length) < 2:
+        return []
+    shown = ", ".join(
+        f"{scaled(tokens)} in sequences of {size}" for size, tokens in by_length.items()
+    )
+    return [f"  tokens by length of what the model sees at once: {shown}"]
+
+
+def _source(use: dict[str, Any]) -> str:
+    if "epochs" in use:
+        stages = [f"{share:.3g} from data step {step}" for step, share in use["stages"]]
+        return (
+            f"  source {use['source']}: {use['corpus']}, {use['tokens']:,} tokens,"
+            f" {use['epochs']:.3g} epochs, {use['share']:.3g} of the run"
+            + (f" ({', '.join(stages)})" if len(stages) > 1 else "")
+        )
+    made = "made at the first run" if use["build"] else "absent: make it, or point elsewhere"
+    return f"  source {use['source']}: {use['corpus']}, {made}"
+
+
+def _leaves(tree: dict[str, Any], prefix: str = ""):
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

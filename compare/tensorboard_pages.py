@@ -1,0 +1,122 @@
+"""A comparison in TensorBoard: one run per variant, one for the report.
+
+    runs/<comparison>/tensorboard/<variant>/   curves, hyper-parameters, page of charts
+    runs/<comparison>/tensorboard/report/      the report's text and pictures
+
+One rule: it repeats what the runs recorded. A point of a variant's curve is the median over its
+runs at that step; the columns of the hyper-parameters tab are the report's medians.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from compare.report import Comparison, markdown
+from compare.results import Side, differing
+from runtime.engine.memory import MIB
+from runtime.log.event_files import FAMILIES, SERIES, EventFiles
+
+FOLDER, REPORT = "tensorboard", "report"
+# Columns of the hyper-parameters tab: field of `numbers` -> (tag, title).
+COLUMNS = {
+    "tokens_per_s": ("result/tokens_per_s", "tokens/s, all ranks (median)"),
+    "peak_memory_gib": ("result/peak_memory_gib", "peak memory of a rank, GiB"),
+    "step_s": ("result/step_s", "s/step (median)"),
+    "mfu": ("result/mfu", "MFU (median)"),
+    "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
+}
+# What every variant shares or repeats from others; the rest of the curves are drawn.
+LEFT_OUT = ("life", "skipped_steps", "val_loss", "eval_s", "device_memory_gib", "host_memory_gib")
+
+
+def write(shown: Comparison, folder: Path) -> None:
+    """Write the event files of a comparison anew."""
+    place = folder / FOLDER
+    shutil.rmtree(place, ignore_errors=True)
+    swept = differing(side.runs[0] for side in shown.sides if side.runs)
+    used: set[str] = set()
+    for index, side in enumerate(side for side in shown.sides if side.runs):
+        name = side.label.replace("/", "_").lstrip(".") or "variant"
+        name = name if name not in used else f"{name} ({index})"
+        used.add(name)
+        values = {key.rpartition(".")[2]: given[index] for key, given in swept.items()}
+        write_side(side, place / name, name, values, shown)
+    report = EventFiles(place / REPORT, life=1, after_step=0)
+    # TensorBoard shows no picture inside a text; they have a tab.
+    report.text(0, f"{shown.name}/report", markdown(dataclasses.replace(shown, pictures=())))
+    for name in shown.pictures:
+        report.image(0, f"{shown.name}/{name.partition('.')[0]}", (folder / name).read_bytes())
+    report.close()
+
+
+def write_side(
+    side: Side, folder: Path, name: str, values: dict[str, Any], shown: Comparison
+) -> None:
+    """One variant: its row, its curves."""
+    found = numbers(side)
+    columns = {
+        field: column
+        for field, column in COLUMNS.items()
+        if any(numbers(other)[field] is not None for other in shown.sides if other.runs)
+    }
+    lines = curves(side)
+    fields = {field for line in lines.values() for field in line}
+    events = EventFiles(folder, life=1, after_step=0)
+    events.page(without={*SERIES, *FAMILIES} - fields)
+    ranks = {run.layout["world"] for run in shown.runs}
+    if len(ranks) > 1:
+        values = {**values, "ranks": side.runs[0].layout["world"]}
+    plain = {key: value if isinstance(value, bool | float) else str(value)
+             for key, value in values.items()}  # fmt: skip
+    # TensorBoard makes one row of what has one name, also of two comparisons.
+    events.hyper_parameters(plain, f"{shown.name}: {name}", columns)
+    for step, line in lines.items():
+        events.scalars(step, line)
+    events.results(max(lines), found, columns)
+    events.end_session(True)
+    events.close()
+
+
+def numbers(side: Side) -> dict[str, float | None]:
+    """The columns of a variant."""
+    peaks = [peak for peak in side.peaks_gib() if peak is not None]
+    sent = side.communication_bytes()
+    return {
+        "tokens_per_s": side.median("tokens_per_s"),
+        "mfu": side.median("mfu"),
+        "step_s": side.median("step_s"),
+        "peak_memory_gib": max(peaks, default=None),
+        "communication_mib": sum(sent.values()) / MIB if sent else None,
+    }
+
+
+def curves(side: Side) -> dict[int, dict[str, float]]:
+    """Step -> the metrics line that TensorBoard draws: medians over the variant's runs.
+
+    Of the warm-up step only what it learned is drawn: its times, and what it sends to set up, would
+    set the scale of every chart.
+    """
+    warm = ("tokens_per_s", "tokens_per_s_per_rank", "mfu", "communication_mib")
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for run in side.runs:
+        for line in run.lines:
+            by_step.setdefault(line["step"], []).append(line)
+    drawn = {}
+    for step, lines in sorted(by_step.items()):
+        drawn[step] = {}
+        for field in SERIES:
+            if field in LEFT_OUT:
+                continue
+            is_speed = field.endswith("_s") or field in warm
+            known = [
+                line[field]
+                for line in lines
+                if line.get(field) is not None and not (is_speed and line["first_of_life"])
+            ]
+            if known:
+                drawn[step][field] = statistics.median(known)
+    return drawn

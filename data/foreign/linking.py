@@ -1,0 +1,107 @@
+"""Pairs of Megatron files that become shards as they are: two links and an entry in the manifest.
+
+Its one rule: `link` vouches for every byte, since it has read it; `link_unread` vouches for sizes
+and the index alone, and its entry says so by having no hash, so whoever reads it can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data.corpus.block_hashes import BlockHasher
+from data.corpus.shard_writer import PublishedFile, file_hash
+from data.foreign.token_files import Foreign
+
+
+@dataclass
+class Facts:
+    """What one pass over documents found."""
+
+    documents: int = 0
+    not_ended: int = 0
+    min_id: int | None = None
+    max_id: int | None = None
+    eod_count: int = 0
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, eod_id: int) -> None:
+        """Take documents that lie back to back in `ids`."""
+        self.documents += len(lengths)
+        if not len(ids):
+            self.not_ended += len(lengths)
+            return
+        low, high = int(ids.min()), int(ids.max())
+        self.min_id = low if self.min_id is None else min(self.min_id, low)
+        self.max_id = high if self.max_id is None else max(self.max_id, high)
+        self.eod_count += int(np.count_nonzero(ids == eod_id))
+        last = np.cumsum(lengths) - 1
+        is_ended = (lengths > 0) & (ids[np.maximum(last, 0)] == eod_id)
+        self.not_ended += int(np.count_nonzero(~is_ended))
+
+    def merge(self, own: Facts) -> None:
+        """Add what was found elsewhere."""
+        for one in fields(Facts):
+            a, b = getattr(self, one.name), getattr(own, one.name)
+            if one.name in ("min_id", "max_id"):
+                known = [value for value in (a, b) if value is not None]
+                pick = min if one.name == "min_id" else max
+                setattr(self, one.name, pick(known) if known else None)
+            else:
+                setattr(self, one.name, a + b)
+
+
+def link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
+    """Links to a pair of files, and the entry that one pass over them gives."""
+    blocks, whole = BlockHasher(), xxhash.xxh3_128()
+    own = Facts()
+    for ids, lengths in one.chunks():
+        data = memoryview(ids).cast("B")
+        blocks.update(data)
+        whole.update(data)
+        own.add(ids, lengths, one.eod_id)
+        advance(len(data))
+    facts.merge(own)
+    side = PublishedFile(prefix.with_suffix(".xxh"))
+    side.write(blocks.side_file())
+    side.publish()
+    return _linked(one, prefix) | {
+        "min_id": own.min_id,
+        "max_id": own.max_id,
+        "eod_count": own.eod_count,
+        "bin_xxh3": whole.hexdigest(),
+        "xxh_xxh3": side.digest(),
+    }
+
+
+def link_unread(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
+    """Links to a pair of files, and the entry that its index and sizes give; no token is read."""
+    facts.documents += one.shard.num_documents
+    advance(one.path.stat().st_size)
+    unknown = ("min_id", "max_id", "eod_count", "bin_xxh3", "xxh_xxh3")
+    return _linked(one, prefix) | dict.fromkeys(unknown)
+
+
+def why_not(one: Foreign, dtype: np.dtype) -> str | None:
+    """Why a file of tokens cannot be a shard as it is; None where it can."""
+    if one.kind != "megatron":
+        return f"is {one.kind}, not a Megatron pair"
+    if one.dtype != dtype:
+        return f"holds {one.dtype.name}, the corpus is {dtype.name}"
+    return one.shard.notes[0] if one.shard.notes else None
+
+
+def _linked(one: Foreign, prefix: Path) -> dict:
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).symlink_to(one.path.with_suffix(suffix).absolute())
+    return {
+        "name": prefix.name,
+        "tokens": one.num_tokens,
+        "sequences": one.shard.num_sequences,
+        "documents": one.shard.num_documents,
+        "bin_bytes": one.path.stat().st_size,
+        "idx_bytes": one.shard.idx_path.stat().st_size,
+        "idx_xxh3": file_hash(one.shard.idx_path),
+    }

@@ -1,0 +1,319 @@
+"""Text inputs of a corpus: which files, in which order, of what kind, and the units of work they
+are cut into.
+
+    path, glob or folder --find--> files in numeric order of their names --plan--> units
+    .jsonl .ndjson .json [.gz .zst] | .parquet | .txt .text [.gz .zst] | a folder made by `datasets`
+
+Its one rule: files, order and units follow from the input alone, never from the number of workers
+or the order in which a file system lists names. What is not understood is refused, not passed over.
+
+Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from base.errors import UserError
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+# How packed files begin: a .zst also with a frame that is passed over, as pzstd writes it.
+PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
+UNIT_BYTES = 16 << 20
+MOST_UNITS = 8192  # beyond it units grow, so that the work folder stays small
+UNIT_FILES = 1000
+UNIT_ROWS = 16384
+ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
+MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file (or folder made by `datasets`). name: relative to the common folder of all."""
+
+    name: str
+    path: Path
+    kind: str  # jsonl, parquet, text, dataset
+    packed: str  # suffix of PACKED, or ""
+    bytes: int
+    mtime_ns: int
+
+    def place(self, row: int) -> str:
+        """Where a row is, for a person: path:line, or path and row."""
+        return f"{self.path}:{row}" if self.kind in ("jsonl", "text") else f"{self.path} row {row}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker reads at a time: whole files, or one file's bytes (jsonl, lines of text), row
+    groups (parquet) or rows (dataset) from start to stop.
+    """
+
+    files: tuple[InputFile, ...]
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start if self.is_range else sum(file.bytes for file in self.files)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether start and stop are bytes of one plain file."""
+        return self.stop > 0 and self.files[0].kind in ("jsonl", "text")
+
+    def identity(self) -> list:
+        """What makes two units the same work: names, sizes and times of files, and the range."""
+        files = [[f.name, f.kind, f.packed, f.bytes, f.mtime_ns] for f in self.files]
+        return [files, self.start, self.stop]
+
+
+def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
+    """The files behind IN: a path, a glob, or several of them separated by blanks.
+
+    kind: taken for every file instead of its suffix. Raises UserError for nothing found, unknown
+    kinds, one file twice, packed files that are not what their name says.
+    """
+    problems, found = [], []
+    for part in parts_of(text):
+        try:
+            found += _expand(part, kind)
+        except UserError as error:
+            problems += error.problems
+    if not found and not problems:
+        problems.append(f"IN={text!r}: there is no file; name a file, a folder or a quoted glob")
+    if not problems:
+        problems += _twice(found)
+    if problems:
+        raise UserError(*_few(problems))
+    folders = [path if path.is_dir() and is_dataset(path) else path.parent for path in found]
+    root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    files = []
+    for path in found:
+        try:
+            files.append(_input_file(path, root, kind))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*_few(problems))
+    return sorted(files, key=lambda file: (numeric(file.name), file.name))
+
+
+def numeric(name: str) -> list:
+    """Sort key: part-2 before part-10."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", name) if p]
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether `datasets` saved this folder."""
+    return (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+
+
+def parts_of(text: str) -> list[str]:
+    """The paths and globs in IN: all of it, where that is one with blanks, else its words."""
+    return [text] if os.path.lexists(text) or glob.glob(text, recursive=True) else text.split()
+
+
+def plan_units(files: list[InputFile], document: str) -> list[Unit]:
+    """Cut the input into units, in input order. document: how text files are cut (see
+    `data.text.reading`).
+    """
+    total = sum(file.bytes for file in files)
+    size = UNIT_BYTES * max(1, -(-total // (UNIT_BYTES * MOST_UNITS)))
+    units, group = [], []
+    for file in files:
+        is_whole = file.kind == "text" and document == "file"
+        is_full = len(group) >= UNIT_FILES or sum(f.bytes for f in group) + file.bytes > size
+        if group and (not is_whole or is_full):
+            units.append(Unit(tuple(group)))
+            group = []
+        if is_whole:
+            group.append(file)
+        elif file.packed or (file.kind == "text" and document != "line"):
+            units.append(Unit((file,)))
+        elif file.kind == "parquet":
+            units += _row_groups(file, size)
+        elif file.kind == "dataset":
+            rows = _dataset_rows(file)
+            units += [
+                Unit((file,), low, min(low + UNIT_ROWS, rows)) for low in range(0, rows, UNIT_ROWS)
+            ] or [Unit((file,))]
+        else:
+            units += [
+                Unit((file,), low, min(low + size, file.bytes))
+                for low in range(0, file.bytes, size)
+            ] or [Unit((file,))]
+    return units + ([Unit(tuple(group))] if group else [])
+
+
+def check_unchanged(files: list[InputFile]) -> None:
+    """Raises UserError where a file is no longer what it was when the build began."""
+    problems = []
+    for file in files:
+        try:
+            found = _size_and_time(file.path)
+        except OSError as error:
+            problems.append(f"{file.path}: {error.strerror} while it was being read")
+            continue
+        if found != (file.bytes, file.mtime_ns):
+            problems.append(
+                f"{file.path}: changed while it was being read ({file.bytes} bytes at first, "
+                f"{found[0]} now); let its writer finish and give the command again"
+            )
+    if problems:
+        raise UserError(*_few(problems))
+
+
+def _expand(text: str, kind: str | None) -> list[Path]:
+    found = [text] if os.path.lexists(text) else sorted(glob.glob(text, recursive=True))
+    if not found:
+        raise UserError(f"IN={text}: there is no such file; name a file, a folder or a quoted glob")
+    paths: list[Path] = []
+    for path in map(Path, found):  # a folder that a glob finds means what it means by its name
+        paths += _walk(path, kind) if path.is_dir() and not is_dataset(path) else [path]
+    return list(dict.fromkeys(paths))  # a folder and what lies in it: `**`
+
+
+def _walk(folder: Path, kind: str | None) -> list[Path]:
+    """All files below a folder but hidden ones; anything unknown is refused."""
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+        splits = sorted(names, key=lambda name: name != "train")
+        raise UserError(
+            f"IN={folder}: holds the splits {', '.join(splits) or '(none)'} of a data set; name "
+            f"those to be read, such as IN={folder / (splits[0] if splits else 'train')}"
+        )
+    found, strange = [], []
+    for at, folders, names in os.walk(folder):
+        here = Path(at)
+        for name in [*folders]:
+            if is_dataset(here / name):
+                folders.remove(name)
+                found.append(here / name)
+            elif name.startswith("."):
+                folders.remove(name)
+            elif (here / name).is_symlink():
+                strange.append(f"{here / name}: is a link to a folder, which is not followed")
+        for name in names:
+            if name.startswith("."):
+                continue
+            is_known = kind or _suffixes(Path(name))[0] in KINDS
+            if is_known:
+                found.append(here / name)
+            else:
+                strange.append(f"{here / name}: is of an unknown kind")
+    if strange:
+        raise UserError(
+            *_few(
+                [
+                    f"{text}; name what is to be read by a glob, as in IN='{folder}/*.jsonl'"
+                    f" (known: {' '.join(KINDS)}), or say kind=text"
+                    for text in sorted(strange)
+                ]
+            )
+        )
+    return found
+
+
+def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
+    name = os.fsencode(os.path.relpath(path.absolute(), root)).decode("utf-8", "backslashreplace")
+    if path.is_dir():
+        return InputFile(
+            name if name != "." else path.name, path, "dataset", "", *_size_and_time(path)
+        )
+    if not path.is_file():
+        raise UserError(
+            f"{path}: is a pipe, a socket or a device; write its text into a file first"
+        )
+    suffix, packed = _suffixes(path)
+    kind = kind or KINDS.get(suffix)
+    if kind is None:
+        raise UserError(
+            f"{path}: is of an unknown kind (known: {' '.join(KINDS)}, with {' '.join(PACKED)}); "
+            "say which: OVERRIDES=kind=jsonl, kind=text or kind=parquet"
+        )
+    try:
+        with open(path, "rb") as file:
+            first = file.read(4)
+        size, mtime_ns = _size_and_time(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if packed and first and not re.match(PACKED[packed], first):
+        raise UserError(
+            f"{path}: is named {packed} but begins with {first!r}; rename it to what it is"
+        )
+    if not packed and kind in ("jsonl", "text"):
+        for other, magic in PACKED.items():
+            if re.match(magic, first):
+                raise UserError(f"{path}: holds {other} data; rename it to {path.name}{other}")
+        encoding = next((name for mark, name in MARKS.items() if first.startswith(mark)), None)
+        if encoding:
+            raise UserError(f"{path}: is {encoding}; convert it: iconv -f {encoding} -t UTF-8")
+    return InputFile(name, path, kind, packed, size, mtime_ns)
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
+    return (Path(path.stem) if packed else path).suffix.lower(), packed
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    inner = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [one.stat() for one in inner]
+    return sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
+
+
+def _twice(paths: list[Path]) -> list[str]:
+    seen, problems = {}, []
+    for path in paths:
+        if not path.exists():
+            problems.append(f"{path}: is a link to nothing")
+            continue
+        key = os.stat(path)[1:3]  # inode and device
+        if key in seen:
+            problems.append(f"{path}: is the same file as {seen[key]}; name it once")
+        seen.setdefault(key, path)
+    return problems
+
+
+def _row_groups(file: InputFile, size: int) -> list[Unit]:
+    try:
+        metadata = pq.ParquetFile(file.path).metadata
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{file.path}: is no whole Parquet file: {error}") from None
+    units, start, held = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        columns = range(metadata.num_columns)
+        held += sum(metadata.row_group(group).column(c).total_compressed_size for c in columns)
+        if held >= size:
+            units.append(Unit((file,), start, group + 1))
+            start, held = group + 1, 0
+    if start < metadata.num_row_groups or not units:
+        units.append(Unit((file,), start, metadata.num_row_groups))
+    return units
+
+
+def _dataset_rows(file: InputFile) -> int:
+    from data.text.reading import open_dataset
+
+    return len(open_dataset(file.path))
+
+
+def _few(problems: list[str]) -> list[str]:
+    more = len(problems) - MOST_SHOWN
+    return problems[:MOST_SHOWN] + ([f"... and {more} more of this kind"] if more > 0 else [])

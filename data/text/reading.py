@@ -1,0 +1,387 @@
+"""Reading one unit of the input: a stream of records, one for each row, line or document.
+
+    bytes -> lines -> JSON -> text        Parquet, datasets -> column of bytes -> text
+    text file -> whole, or cut at blank lines, lines, or a delimiter
+
+Its one rule: a record is a text or a stated problem, with its place; nothing is passed over. Lines
+end at byte 0x0A and nowhere else (one 0x0D before it is removed). A damaged file (cut, not what its
+name says) is never a bad line: it stops the build.
+
+Units: rows count from 0, lines from 1 within a unit (the caller adds the lines before it), byte
+offsets from the start of the (unpacked) file.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from base.errors import UserError
+from data.text.inputs import InputFile, Unit
+from data.text.settings import Settings
+
+BLOCK_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 30  # a line or document beyond it is a file without line ends, not text
+BATCH_ROWS = 256
+BOM = b"\xef\xbb\xbf"
+
+Advance = Callable[[int], None]  # told how many bytes of the input have been read since last time
+
+
+@dataclass(slots=True)
+class Record:
+    """One row of the input. data is None where there is a problem (reason, what is wrong) or, with
+    no problem, where the line is blank."""
+
+    source: int  # which file of the unit
+    row: int
+    offset: int | None = None  # byte where it starts, None where there is no such thing
+    size: int = 0  # bytes
+    data: str | bytes | None = None
+    id: str | None = None
+    is_replaced: bool = False  # U+FFFD stands for bytes that were not UTF-8
+    problem: tuple[str, str] | None = None
+    raw: bytes = b""  # what is put aside when there is a problem
+
+
+def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+    """Records of a unit in order. Raises UserError for a file that is damaged or lacks the
+    column."""
+    if unit.files[0].kind == "text" and settings.document == "file":
+        for number, file in enumerate(unit.files):
+            with _damage(file):
+                yield _whole(number, file)
+            advance(file.bytes)
+        return
+    file = unit.files[0]
+    with _damage(file):
+        if file.kind == "jsonl":
+            yield from _json_records(unit, settings, advance)
+        elif file.kind == "text":
+            yield from _text_records(unit, settings.document, advance)
+        elif file.kind == "parquet":
+            yield from _parquet_records(unit, settings, advance)
+        else:
+            yield from _dataset_records(unit, settings, advance)
+
+
+def check_columns(file: InputFile, settings: Settings) -> None:
+    """Raises UserError where a table lacks the columns of the settings or they hold no text."""
+    if file.kind == "parquet":
+        with _damage(file):
+            schema = pq.read_schema(file.path)
+    elif file.kind == "dataset":
+        schema = open_dataset(file.path).features.arrow_schema
+    else:
+        return
+    for knob, name in (("text", settings.text), ("id", settings.id)):
+        if name is None:
+            continue
+        if schema.names.count(name) > 1:
+            raise UserError(f"{file.path}: has more than one column {name!r}; rename all but one")
+        if name not in schema.names:
+            raise UserError(
+                f"{file.path}: has no column {name!r}; name one of {', '.join(schema.names)}: "
+                f"OVERRIDES={knob}=..."
+            )
+        kind = schema.field(name).type
+        if knob == "text" and not _is_text(kind):
+            raise UserError(
+                f"{file.path}: column {name!r} holds {kind}, expected text; name another: "
+                "OVERRIDES=text=..."
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def open_dataset(path: Path):
+    """A data set that `datasets` saved, mapped into memory."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise UserError(f"{path}: `datasets` cannot open it: {error}") from None
+
+
+@contextmanager
+def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The unpacked bytes of a file, and a function that says how far the file itself was read."""
+    with open(file.path, "rb", buffering=BLOCK_BYTES) as raw:
+        if not file.packed or not file.bytes:
+            yield raw, raw.tell
+        elif file.packed == ".gz":
+            with gzip.GzipFile(fileobj=raw) as plain:
+                yield io.BufferedReader(plain, BLOCK_BYTES), raw.tell
+        else:
+            stream = pa.PythonFile(raw, mode="r")
+            with pa.CompressedInputStream(stream, "zstd") as plain:
+                yield io.BufferedReader(plain, BLOCK_BYTES), raw.tell
+
+
+def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """(offset, line with its end) of the lines that start in the bytes [start, stop).
+
+    A line beyond MOST_LINE_BYTES is handed out as its first bytes, one too many, and the rest is
+    passed.
+    """
+    at = start
+    if start:
+        stream.seek(start - 1)
+        at -= 1
+        while True:
+            part = stream.readline(BLOCK_BYTES)
+            at += len(part)
+            if not part or part.endswith(b"\n") or (stop is not None and at >= stop):
+                break
+    while stop is None or at < stop:
+        line = stream.readline(MOST_LINE_BYTES + 1)
+        if not line:
+            return
+        yield at, line
+        at += len(line)
+        while line and not line.endswith(b"\n"):  # what is left of a line that was too long
+            line = stream.readline(BLOCK_BYTES)
+            at += len(line)
+
+
+def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
+    """(text, id) of one JSON line. Raises BadLine with the reason."""
+    try:
+        found = json.loads(line)
+        if line.count(_quoted(settings.text)) > 1:
+            _refuse_repeated(line, settings.text)
+    except (ValueError, RecursionError) as error:
+        raise BadLine("broken_json", f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadLine("not_an_object", f"holds {_name(found)}, expected one JSON object a line")
+    if settings.text not in found:
+        names = ", ".join(map(repr, list(found)[:10])) or "none"
+        raise BadLine("no_field", f"has no field {settings.text!r} (it has {names})")
+    text = found[settings.text]
+    if text is None:
+        raise BadLine("null_text", f"field {settings.text!r} is null")
+    if not isinstance(text, str):
+        raise BadLine("not_text", f"field {settings.text!r} is {_name(text)}, expected text")
+    return text, _id(found.get(settings.id)) if settings.id else None
+
+
+class BadLine(Exception):
+    """Why a line gives no text: (reason, what is wrong)."""
+
+
+def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+    file, told = unit.files[0], 0
+    stop = unit.stop if unit.is_range else None
+    with opened(file) as (stream, tell):
+        number = 0
+        for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
+            record = Record(0, number, offset, len(line))
+            text = line.removeprefix(BOM) if offset == 0 else line
+            try:
+                if len(line) > MOST_LINE_BYTES:
+                    raise BadLine("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes")
+                if offset == 0 and text.lstrip().startswith(b"["):
+                    raise BadLine(
+                        "not_an_object",
+                        "begins a JSON array, expected one JSON object a line, as by: jq -c '.[]'",
+                    )
+                if text.strip():
+                    line_text, record.is_replaced = _decoded(text, settings)
+                    record.data, record.id = parse_line(line_text, settings)
+            except BadLine as error:
+                record.problem, record.raw = (error.args[0], error.args[1]), line
+            yield record
+            read = min(offset + len(line) - unit.start, unit.bytes) if unit.is_range else tell()
+            if read - told >= BLOCK_BYTES:
+                advance(read - told)
+                told = read
+    advance(unit.bytes - told)
+
+
+def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[Record]:
+    """Documents of a text file by lines, blank lines or a delimiter; row is the line of the
+    start."""
+    file, told = unit.files[0], 0
+    stop = unit.stop if unit.is_range else None
+    delimiter = None if rule in ("line", "blank") else rule.encode()
+    with opened(file) as (stream, tell):
+        if rule == "line":
+            for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
+                text = line.removesuffix(b"\n").removesuffix(b"\r")
+                yield _limited(Record(0, number, offset, len(line), text))
+        else:
+            parts = _blocks_of_lines(stream) if delimiter is None else _cut(stream, delimiter)
+            for row, offset, text in parts:
+                yield _limited(Record(0, row, offset, len(text), text))
+                if tell() - told >= BLOCK_BYTES and not unit.is_range:
+                    advance(tell() - told)
+                    told = tell()
+    advance(unit.bytes - told)
+
+
+def _blocks_of_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(first line, offset, text) of runs of lines without a blank one."""
+    held, size, first, begin = [], 0, 1, 0
+    for number, (offset, line) in enumerate(lines_in(stream, 0, None), start=1):
+        is_blank = not line.strip() or line == BOM + b"\n"
+        if not is_blank:
+            if not held:
+                first, begin = number, offset
+            held.append(line)
+            size += len(line)
+        if held and (is_blank or size > MOST_LINE_BYTES):
+            yield first, begin, b"".join(held)
+            held, size = [], 0
+    if held:
+        yield first, begin, b"".join(held)
+
+
+def _cut(stream: BinaryIO, delimiter: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(first line, offset, text) of the parts of a stream between delimiters."""
+    held, row, offset = b"", 1, 0
+    while True:
+        data = stream.read(BLOCK_BYTES)
+        *parts, held = (held + data).split(delimiter)
+        for part in parts if data else [*parts, held]:
+            yield row, offset, part
+            row += part.count(b"\n") + delimiter.count(b"\n")
+            offset += len(part) + len(delimiter)
+        if not data:
+            return
+        if len(held) > MOST_LINE_BYTES:
+            yield row, offset, held
+            row, offset, held = row + held.count(b"\n"), offset + len(held), b""
+
+
+def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+    file = unit.files[0]
+    with pq.ParquetFile(file.path, memory_map=True) as table:
+        metadata = table.metadata
+        row = sum(metadata.row_group(g).num_rows for g in range(unit.start))
+        groups = list(range(unit.start, unit.stop))
+        share = file.bytes / max(1, metadata.num_rows)
+        columns = [settings.text, *([settings.id] if settings.id else [])]
+        rows = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
+        for batch in rows if groups else []:
+            # By name: columns come in the file's order, not in that asked for.
+            text = batch.column(batch.schema.get_field_index(settings.text))
+            yield from _rows(text, _ids(batch, settings), row, settings.text)
+            row += len(batch)
+            advance(int(len(batch) * share))
+
+
+def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+    file = unit.files[0]
+    columns = [settings.text, *([settings.id] if settings.id else [])]
+    table = open_dataset(file.path).select_columns(columns).with_format("arrow")
+    share = file.bytes / max(1, len(table))
+    for low in range(unit.start, unit.stop, BATCH_ROWS):
+        high = min(low + BATCH_ROWS, unit.stop)
+        batch = table[low:high].combine_chunks()
+        text = batch.column(settings.text).combine_chunks()
+        yield from _rows(text, _ids(batch, settings), low, settings.text)
+        advance(int((high - low) * share))
+
+
+def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[Record]:
+    """Records of a column; text is taken as bytes, so that what is not UTF-8 meets our own rule."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
+    for number, data in enumerate(column.cast(pa.large_binary() if is_large else pa.binary())):
+        record = Record(0, row + number, id=ids[number], data=data.as_py())
+        if record.data is None:
+            record.problem = ("null_text", f"column {name!r} is null")
+        yield _limited(record)
+
+
+def _ids(batch, settings: Settings) -> list:
+    if not settings.id:
+        return [None] * batch.num_rows
+    column = batch.column(batch.schema.get_field_index(settings.id))
+    return [_id(value) for value in column.to_pylist()]
+
+
+def _whole(number: int, file: InputFile) -> Record:
+    """A text file as one document."""
+    with opened(file) as (stream, _):
+        data = stream.read(MOST_LINE_BYTES + 1)
+    return _limited(Record(number, 1, 0, len(data), data))
+
+
+def _limited(record: Record) -> Record:
+    if record.data is not None and len(record.data) > MOST_LINE_BYTES:
+        record.problem = ("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes: cut it")
+        record.raw, record.data = record.data, None
+    return record
+
+
+@contextmanager
+def _damage(file: InputFile) -> Iterator[None]:
+    """What a damaged file raises, with its name."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise UserError(
+            f"{file.path}: cannot be read to its end: {error}; it is cut or damaged: restore it "
+            "from a copy"
+        ) from None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in checks)
+
+
+def _refuse_repeated(decoded: str, name: str) -> None:
+    def pairs(found):
+        if sum(key == name for key, _ in found) > 1:
+            raise ValueError(f"field {name!r} appears more than once in one object")
+        return dict(found)
+
+    json.loads(decoded, object_pairs_hook=pairs)
+
+
+@functools.cache
+def _quoted(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
+
+
+def _decoded(line: bytes, settings: Settings) -> tuple[str, bool]:
+    """(text of a line, whether bytes were replaced)."""
+    try:
+        return line.decode("utf-8"), False
+    except UnicodeDecodeError as error:
+        if settings.bad_bytes == "replace":
+            return line.decode("utf-8", errors="replace"), True
+        raise BadLine(
+            "bad_bytes",
+            f"byte 0x{line[error.start]:02x} at {error.start} of the line is not UTF-8 "
+            "(bad_bytes=replace puts U+FFFD)",
+        ) from None
+
+
+def _id(value) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _name(value) -> str:
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    text = kinds.get(type(value)) or ("nothing" if value is None else "a number")
+    shown = json.dumps(value)
+    return f"{text} ({shown[:40]}{'...' if len(shown) > 40 else ''})"

@@ -1,0 +1,83 @@
+"""A tokenizer of your own: `make tokenizer IN= VOCAB= OUT=`. Byte-level BPE, deterministic.
+
+Its one rule: it learns from the same documents that a corpus of the same input and settings trains
+on; what is held out there by hash is held out here too. Of inputs beyond `MOST_BYTES` it takes a
+share of the documents, by hash, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import xxhash
+
+from base.errors import UserError
+from data.corpus.corpus_writer import hash_limit
+from data.corpus.documents import Document, clean_text
+from data.corpus.tokenizer import TextTokenizer, train_bpe
+from data.text.inputs import InputFile, find_inputs, plan_units
+from data.text.reading import check_columns, read_unit
+from data.text.settings import Settings
+from data.text.workers import progress_bar
+
+MOST_BYTES = 1 << 30  # of input: words are counted in memory
+LEAST_VOCAB, MOST_VOCAB = 257, 1 << 24  # 256 bytes and the end token
+
+
+def training_texts(files: list[InputFile], settings: Settings, share: float) -> Iterator[str]:
+    """Cleaned texts of the documents that are not held out, the given share of them by hash.
+
+    Raises UserError at a bad line unless max_bad allows for it; such lines are passed.
+    """
+    low, bad = hash_limit(settings.valid_fraction), 0
+    high = low + int(share * (2**64 - low))
+    for unit in plan_units(files, settings.document):
+        for record in read_unit(unit, settings, lambda count: None):
+            file = unit.files[record.source]
+            place, text = file.place(record.row), None
+            problem = record.problem and f"{place}: {record.problem[1]}"
+            if record.data is not None:
+                try:
+                    document = Document(place, record.data)
+                    text = clean_text(document, Counter(), settings.bad_bytes)
+                except UserError as error:
+                    problem = str(error)
+            if problem:
+                bad += 1
+                if 0 <= settings.max_bad < bad:
+                    raise UserError(f"{problem}; max_bad={settings.max_bad} bad lines are allowed")
+            if text is None or settings.filters.reason(text):
+                continue
+            if low <= xxhash.xxh3_64_intdigest(text.encode()) < high:
+                yield text
+
+
+def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenizer:
+    """Train on the inputs behind `source`. Raises UserError."""
+    if not LEAST_VOCAB <= vocab_size <= MOST_VOCAB:
+        raise UserError(f"VOCAB={vocab_size}: is not in {LEAST_VOCAB} to {MOST_VOCAB}")
+    files = find_inputs(source, settings.kind)
+    for file in files:
+        check_columns(file, settings)
+    size = sum(file.bytes for file in files)
+    share = min(1.0, MOST_BYTES / max(1, size))
+    if share < 1:
+        say(f"learning from {share:.4f} of the documents, by hash ({size:,} bytes of input)")
+    texts, chars = 0, 0
+    with progress_bar("reading", None, unit="char") as bar:
+
+        def counted() -> Iterator[str]:
+            nonlocal texts, chars
+            for text in training_texts(files, settings, share):
+                texts, chars = texts + 1, chars + len(text)
+                bar.update(len(text))
+                yield text
+
+        tokenizer = train_bpe(counted(), vocab_size)
+    if not texts:
+        raise UserError(f"IN={source}: holds no text to learn from")
+    say(f"learned from {texts:,} documents, {chars:,} characters: {tokenizer.vocab_size:,} tokens")
+    if tokenizer.vocab_size < vocab_size:
+        say(f"the text has no more than {tokenizer.vocab_size} of the {vocab_size} asked for")
+    return tokenizer

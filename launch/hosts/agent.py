@@ -1,0 +1,271 @@
+"""On every host of a run: `python -m launch.hosts.agent`, which does one thing it is told and
+reports.
+
+    standard input    one order as a line of JSON; then a line now and then; its end = stop
+    standard output   lines of JSON: {"node": 3, "say": "facts" | "way" | "line" | "end" | ...}
+
+    facts    what this host is like                  (launch.hosts.facts, for the doctor)
+    reach    can the hosts reach the first one       (launch.hosts.network)
+    ranks    start the ranks of this host            (launch.ranks.ranks)
+
+The one rule: nothing outlives the connection. When the launcher, its ssh or the network between
+goes away, standard input ends or falls silent, and the ranks are stopped. Orders come as data,
+never as words of a shell. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from base.cores import allow_open_files, usable
+from base.errors import UserError
+from base.paths import ROOT
+from launch.hosts import facts, network
+from launch.ranks.outcome import End
+from launch.ranks.ranks import Ranks, RunLogs, rank_variables
+from launch.ranks.watchdog import Hung
+from recipes.schema import Watch
+
+# The launcher says something every other second (launch.hosts.cluster), and so does an agent with
+# ranks.
+# Where the network between them is gone, the ranks end a little before the launcher counts this
+# host as lost and starts others in their place.
+SILENCE_S, SILENT_SHARE = 300.0, 0.75
+PULSE_S = 2.0
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
+# Other launchers' words for the same things would contradict ours.
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class Voice:
+    """The way back to the launcher. Whole lines, from any thread."""
+
+    def __init__(self, node: int):
+        self._node, self._guard = node, threading.Lock()
+        # What a login prints without an end of line would swallow the first message.
+        sys.stdout.write("\n")
+
+    def say(self, what: str, **content: Any) -> None:
+        """Send one message; silently nothing once nobody listens."""
+        line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
+        # Where nobody listens any more standard input ends too, which stops the ranks.
+        with contextlib.suppress(OSError, ValueError), self._guard:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+
+class Lifeline:
+    """Standard input after the order: words for `on`, blanks, the end.
+
+    {"stop": signal}   {"kill": true}   {"look": true}, {"hung": rank} (launch.ranks.inquiry)
+    """
+
+    def __init__(self, has_pulse: bool):
+        self.has_pulse = has_pulse
+        self._heard = time.monotonic()
+        self.silence_s = SILENCE_S
+        self.on: dict[str, Callable[[Any], None]] = {
+            "stop": lambda number: os._exit(1),
+            "kill": lambda _: os._exit(1),
+        }
+        threading.Thread(target=self._listen, daemon=True).start()
+        if has_pulse:
+            threading.Thread(target=self._time, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self._heard = time.monotonic()
+            if line.strip():
+                for word, content in json.loads(line).items():
+                    self.on[word](content)
+        self.on["stop"](signal.SIGTERM)
+
+    def _time(self) -> None:
+        while time.monotonic() - self._heard < self.silence_s:
+            time.sleep(0.5)
+        self.on["kill"](True)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `python -m launch.hosts.agent`; 0 where the order was carried out, whatever came of
+    it.
+    """
+    parser = argparse.ArgumentParser(prog="python -m launch.hosts.agent")
+    parser.add_argument("--node", required=True, help="number of this host, or: slurm")
+    parser.add_argument("--order", help="the order in base64, where standard input cannot carry it")
+    options = parser.parse_args(arguments)
+    allow_open_files()
+    node = int(os.environ["SLURM_NODEID"] if options.node == "slurm" else options.node)
+    text = base64.b64decode(options.order).decode() if options.order else sys.stdin.readline()
+    if not text.strip():
+        return 1  # the launcher went away before it said anything
+    order = json.loads(text)
+    voice = Voice(node)
+    lifeline = Lifeline(has_pulse=not options.order)
+    try:
+        ORDERS[order["do"]](order, node, voice, lifeline)
+    except UserError as error:
+        voice.say("problem", problems=error.problems)
+    except OSError as error:
+        voice.say("problem", problems=[f"{error}"])
+    voice.say("done")
+    return 0
+
+
+def do_facts(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
+    """Say the time, then what the host is like."""
+    for _ in range(3):  # the least delayed one counts
+        voice.say("clock", time=time.time())
+        time.sleep(0.02)
+    environ = os.environ | order["environment"]
+    voice.say("facts", facts=facts.gather(ROOT, node, order["ask"], environ))
+
+
+def do_reach(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
+    """The first host listens on the port of the run, the others call it by all its addresses."""
+    port, token, timeout_s = order["port"], order["token"], order["timeout_s"]
+    if node == 0:
+        came = network.await_knocks(port, token, len(order["hosts"]) - 1, timeout_s)
+        ways = {who: dataclasses.asdict(way) for who, way in came.items()}
+        voice.say("came", ways=ways)
+    else:
+        way = network.knock(order["addresses"], port, token, str(node), timeout_s)
+        voice.say("way", way=way and dataclasses.asdict(way))
+
+
+def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
+    """Run the ranks of this host and report lines of output and ends."""
+    here = order["hosts"][node]
+    shown = set(order["shown"])  # ranks whose output a person sees
+
+    def show(local: int, kind: str, line: bytes) -> None:
+        rank = node * order["per_node"] + local
+        if rank in shown:
+            voice.say("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
+
+    def ended(end: End) -> None:
+        voice.say("end", end=dataclasses.asdict(end))
+
+    def suspect(hung: Hung | None) -> None:
+        voice.say("suspect", hung=hung and dataclasses.asdict(hung))
+
+    folder = order["run_folder"]
+    if not os.access(ROOT / order["words"][0], os.R_OK) and order["words"][0] != "-m":
+        raise UserError(f"{ROOT / order['words'][0]} cannot be read on {here['name']}")
+    ranks = Ranks(
+        [sys.executable, *order["words"]],
+        environments(
+            os.environ | order["environment"],
+            node=node,
+            nodes=len(order["hosts"]),
+            per_node=order["per_node"],
+            address=here["address"],
+            port=order["port"],
+            interface=here["interface"],
+            devices=here["devices"],
+        ),
+        ROOT,
+        show,
+        ended,
+        RunLogs(ROOT / folder if folder else None),
+        limits=Watch(**order["limits"]) if order.get("limits") else None,
+        suspect=suspect if lifeline.has_pulse else None,
+    )
+    lifeline.on = {
+        "stop": ranks.stop,
+        "kill": lambda _: ranks.kill(),
+        "look": lambda _: ranks.look(),
+        "hung": lambda fields: ranks.condemn(Hung.of(fields)),
+    }
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: ranks.stop(number))
+    if lifeline.has_pulse:
+        lifeline.silence_s = SILENT_SHARE * order["lost_s"]
+    threading.Thread(target=pulse, args=(voice,), daemon=True).start()
+    voice.say("started", host=socket.gethostname(), pid=os.getpid())
+    ranks.wait()
+
+
+def pulse(voice: Voice) -> None:
+    """Say now and then that this host is there."""
+    while True:
+        voice.say("pulse")
+        time.sleep(PULSE_S)
+
+
+def environments(
+    environ: dict[str, str],
+    *,
+    node: int,
+    nodes: int,
+    per_node: int,
+    address: str,
+    port: int,
+    interface: str | None = None,
+    devices: list[int] | None = None,
+) -> list[dict[str, str]]:
+    """The environment of each rank of this host. What the user set is kept."""
+    base = {
+        name: value
+        for name, value in environ.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    # Waiting OpenMP threads sleep instead of spinning. On a busy machine spinning threads take the
+    # cores from those that work: 350 against 1,900 tokens/s of `tiny`, two threads, load 4.
+    base.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ranks share the cores.
+    base.setdefault("OMP_NUM_THREADS", str(max(1, usable() // per_node)))
+    base["PYTHONPATH"] = os.pathsep.join(
+        dict.fromkeys([str(ROOT), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))])
+    )
+    base.setdefault("PYTHONUTF8", "1")  # as make sets it
+    # Compilers and ninja of the environment that runs, which a login without activation lacks.
+    beside = str(Path(sys.executable).parent)
+    base["PATH"] = os.pathsep.join(
+        dict.fromkeys([beside, *filter(None, base.get("PATH", os.defpath).split(os.pathsep))])
+    )
+    if interface is not None:
+        base.setdefault("GLOO_SOCKET_IFNAME", interface)
+        base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=` is an exact name to NCCL
+    if devices is not None:
+        base[DEVICES] = ",".join(among(devices, base.get(DEVICES)))
+    return [
+        base | rank_variables(node, nodes, per_node, local, address, port)
+        for local in range(per_node)
+    ]
+
+
+def among(slots: list[int], shown: str | None) -> list[str]:
+    """The GPUs at `slots` of those that a host shows (CUDA_VISIBLE_DEVICES, as a batch system sets
+    it; None = all). Raises UserError."""
+    if shown is None:
+        return [str(slot) for slot in slots]
+    if shown in ("", "-1"):  # none is to be used
+        return [shown]
+    names = [name.strip() for name in shown.split(",")]
+    if slots[-1] >= len(names):
+        raise UserError(
+            f"slot {slots[-1]} (INCLUDE, EXCLUDE) is none of the {len(names)} GPUs that"
+            f" {DEVICES}={shown} shows on {socket.gethostname()}; slots count from 0 among those"
+        )
+    return [names[slot] for slot in slots]
+
+
+ORDERS = {"facts": do_facts, "reach": do_reach, "ranks": do_ranks}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""The hosts of a run between its lives: who trains, who waits, who is barred, who takes over.
+
+    trains: node1 node2      waits: node3
+    node2 lost -> node3 takes its place, node2 waits    (the same world size)
+    no spare   -> the same hosts again, for restart.wait_s -> fewer, with restart.shrink -> the end
+
+The one rule: a healthy run is never disturbed. Hosts change places between two lives only, so a
+spare that comes late is used at the next failure. Memory of failures is the run's own record.
+Units: seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from base.errors import UserError
+from base.values import counted
+from launch.budget import Life
+from launch.hosts.cluster import Cluster
+from launch.hosts.hostfile import Host
+from launch.hosts.judge import names
+from launch.hosts.preflight import Inspection, Plan, preflight
+from recipes.schema import Restart
+
+DAY_S = 86_400.0
+AGAIN_S = 10.0  # between two tries of hosts that are not fit
+# Causes that speak against a host. A rank that fails by itself would fail anywhere.
+BLAMED = ("lost_host", "hung", "killed", "unfit")
+
+
+@dataclass
+class Fleet:
+    """Hosts of one run. `note(host, state, **facts)` puts a change on record; `resize(hosts)`
+    raises UserError where the run cannot do with so many; `tell(kind, text)` tells people."""
+
+    cluster: Cluster  # those that train, in order of their ranks
+    spares: list[Host]
+    inspection: Inspection
+    rules: Restart
+    included: Sequence[str]
+    failures: Callable[[], Iterable[tuple[str, str, float]]]  # (host, cause, when)
+    note: Callable[..., None]
+    resize: Callable[[int], None]
+    say: Callable[[str], None]
+    pause: Callable[[float], None] = time.sleep
+    tell: Callable[[str, str], None] = lambda kind, text: None
+    plan: Plan | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # found unfit since the last life
+
+    def mend(self, life: Life | None, lost: Iterable[str] = ()) -> Plan:
+        """The plan of the next life, after `life`, in which the hosts `lost` went away. Raises
+        UserError where there is no way."""
+        lost = set(lost)
+        self.told.clear()
+        for host in [host for host in self.cluster.hosts if host.name in lost]:
+            self._replace(host, "lost", lost)
+        for host, times in self.barred().items():
+            if host in {other.name for other in self.cluster.hosts} and host not in lost:
+                why = f"barred: it failed {times} times within a day (INCLUDE names it to use it)"
+                if not self._replace(self._named(host), why, lost):
+                    self.say(f"{host} failed {times} times within a day and no spare is left")
+        if lost or (life is not None and life.cause == "hung"):
+            self.plan = None
+            again = lost or set(self.facts)  # a hang does not say whose fault it was
+            self.facts = {host: f for host, f in self.facts.items() if host not in again}
+        return self.plan or self._fit(is_first=life is None, unfit=lost)
+
+    def barred(self) -> dict[str, int]:
+        """Hosts that failed too often, with how often."""
+        counts: dict[str, int] = {}
+        for host, cause, when in self.failures():
+            if cause in BLAMED and time.time() - when < DAY_S and host not in self.included:
+                counts[host] = counts.get(host, 0) + 1
+        return {host: n for host, n in counts.items() if n >= self.rules.host_failures}
+
+    def _fit(self, is_first: bool, unfit: set[str]) -> Plan:
+        """Look at the hosts that train, and let spares take the places of those that are not fit.
+
+        `unfit` are hosts that have been found so already.
+        """
+        until, is_told = time.monotonic() + self.rules.wait_s, False
+        while True:
+            try:
+                self.plan, self.facts = preflight(
+                    self.cluster, self.inspection, self.say, self.facts
+                )
+                return self.plan
+            except UserError as error:
+                wrong = blamed(error.problems, self.cluster.hosts)
+                unfit |= {host.name for host in wrong}
+                changed = [host for host in wrong if self._replace(host, said(error, host), unfit)]
+                if changed:
+                    continue
+                left_s = until - time.monotonic()
+                if is_first or (not wrong and left_s < 0):
+                    raise
+                if left_s < 0:
+                    self._shrink(wrong, error)
+                    continue
+                what = "; ".join(error.problems)  # of this machine: no process, no room
+                if wrong:
+                    who = names([host.name for host in wrong])
+                    what = f"{who}: not fit, and no spare is left"
+                what += f"; trying again for {left_s:.0f} s (restart.wait_s)"
+                self.say(what)
+                if not is_told:
+                    self.tell("waiting", what)
+                is_told = True
+            self.pause(AGAIN_S)
+            self.facts = {}
+            unfit.clear()  # spares may have come back as well
+
+    def _replace(self, host: Host, why: str, unfit: set[str]) -> bool:
+        """Let a spare take the slot of `host`; False where none is left."""
+        barred = self.barred()
+        fit = [s for s in self.spares if s.name not in unfit and s.name not in barred]
+        fit = [spare for spare in fit if spare.slots >= self.inspection.need.per_host]
+        if not fit:
+            return False
+        spare = fit[0]
+        hosts = [spare if other is host else other for other in self.cluster.hosts]
+        self.cluster = replace(self.cluster, hosts=hosts)
+        self.spares = [other for other in self.spares if other is not spare] + [host]
+        self.plan = None
+        self.say(f"spare {spare.name} takes the place of {host.name} ({why})")
+        # Tried again and again in one outage it has failed once, and is not barred when it is back.
+        is_new = not why.startswith(("lost", "barred")) and host.name not in self.told
+        cause = {"cause": "unfit"} if is_new else {}
+        self.told.add(host.name)
+        self.note(host.name, "replaced", by=spare.name, why=why, **cause)
+        return True
+
+    def _shrink(self, wrong: Sequence[Host], error: UserError) -> None:
+        """Go on without hosts that do not come back, where that is allowed and possible."""
+        left = [host for host in self.cluster.hosts if host not in wrong]
+        who = names([host.name for host in wrong])
+        waited = f"{who} did not come back within {self.rules.wait_s} s (restart.wait_s)"
+        if not self.rules.shrink or not left:
+            raise UserError(
+                f"{waited} and no spare is left; add hosts, or allow fewer (restart.shrink=true)",
+                *error.problems,
+            )
+        try:
+            self.resize(len(left))
+        except UserError as refused:
+            raise UserError(
+                f"{waited}; {counted(len(left), 'host')}: no way out", *refused.problems
+            ) from None
+        self.cluster = replace(self.cluster, hosts=left)
+        self.spares += wrong
+        self.say(f"{waited}; going on with {counted(len(left), 'host')} (restart.shrink)")
+        for host in wrong:
+            self.note(host.name, "left_out", why=said(error, host))
+
+    def _named(self, name: str) -> Host:
+        return next(host for host in self.cluster.hosts if host.name == name)
+
+
+def blamed(problems: Iterable[str], hosts: Sequence[Host]) -> list[Host]:
+    """The hosts that lines `host: what is wrong` name."""
+    named = {problem.partition(": ")[0] for problem in problems}
+    return [host for host in hosts if host.name in named]
+
+
+def said(error: UserError, host: Host) -> str:
+    """What is wrong with one host."""
+    lines = [line for line in error.problems if line.startswith(f"{host.name}: ")]
+    return lines[0].partition(": ")[2] if lines else "not fit"

@@ -1,0 +1,216 @@
+"""Before step 0 of a run on several hosts: facts, judgement, and the way from each host to the
+first.
+
+    facts of every host -> judge -> the others call the first on the port of the run -> Plan
+
+The one rule: what is found here is refused by the name of the host and the key, before any rank
+starts. Nothing is left on any host. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from base.values import as_int
+from launch.hosts.carriers import is_here
+from launch.hosts.cluster import Cluster
+from launch.hosts.judge import Findings, Need, compilers, judge, names
+
+FACTS_TIMEOUT_S = 120.0
+REACH_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the ranks meet: for each host the first one's address as it sees it, and its own
+    interface; `reasons` say why, for a person."""
+
+    port: int
+    hosts: list[dict[str, Any]]
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is asked of the hosts, besides being alike."""
+
+    need: Need
+    environment: Mapping[str, str]
+    folders: Sequence[str] = ()
+    port: int | None = None
+    is_full: bool = False
+
+
+def preflight(
+    cluster: Cluster,
+    inspection: Inspection,
+    say: Callable[[str], None],
+    known: Mapping[str, dict] = {},
+) -> tuple[Plan, dict[str, dict]]:
+    """The plan, and the facts by host. Raises UserError with every problem of every host.
+
+    Hosts that are `known`, with their facts, are not asked again.
+    """
+    news = [host for host in cluster.hosts if host.name not in known]
+    asked, skews_s = gather(replace(cluster, hosts=news), inspection) if news else ({}, {})
+    facts = {host.name: (known | asked)[host.name] for host in cluster.hosts}
+    found: Findings = judge(facts, skews_s, inspection.need)
+    if inspection.is_full:
+        found.warnings += compilers(facts)
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+    for host, f in asked.items():
+        for note in f.get("locks", []):
+            say(f"{host}: {note}")
+    if found.problems:
+        raise UserError(*found.problems)
+    first = facts[cluster.hosts[0].name]
+    plan = meet(cluster, first["port"]["number"], first["addresses"])
+    for reason in plan.reasons:
+        say(reason)
+    return plan, facts
+
+
+def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], dict[str, float]]:
+    """Facts and clock differences to this machine (s, positive = ahead), by host."""
+    with shared_mark(cluster) as shared:
+        ask = {
+            "shared": shared,
+            "folders": list(inspection.folders),
+            "port": inspection.port,
+            "is_full": inspection.is_full,
+        }
+        order = {"do": "facts", "ask": ask, "environment": dict(inspection.environment)}
+        said = cluster.ask(order, FACTS_TIMEOUT_S)
+        facts, skews_s = {}, {}
+        for node, host in enumerate(cluster.hosts):
+            for message in said[node]:
+                if message["say"] == "facts":
+                    facts[host.name] = message["facts"]
+            # The least delayed of the readings: delays make a clock look late.
+            skews_s[host.name] = max(
+                message["time"] - message["at"]
+                for message in said[node]
+                if message["say"] == "clock"
+            )
+            if shared and not facts[host.name]["shared"]:
+                facts[host.name]["shared"] = unseen(cluster.root / shared["folder"], node)
+    return facts, skews_s
+
+
+@contextlib.contextmanager
+def shared_mark(cluster: Cluster) -> Iterator[dict[str, str] | None]:
+    """A folder with a token that every host must see; gone afterwards. None for this machine."""
+    if all(is_here(host.name) for host in cluster.hosts):
+        yield None
+        return
+    token = secrets.token_hex(16)
+    runs = cluster.root / "runs"
+    is_new = not runs.exists()
+    folder = runs / f".doctor-{token[:8]}"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "launcher").write_text(token)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; runs/ must be writable") from None
+    try:
+        yield {"folder": str(folder.relative_to(cluster.root)), "token": token}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):
+                runs.rmdir()
+
+
+def unseen(folder: Path, node: int) -> str | None:
+    """Why a file that a host wrote is not here; None where it is."""
+    names_here = [path.name for path in folder.iterdir()]  # reads the folder anew, unlike stat
+    if f"node-{node}" in names_here:
+        return None
+    return f"what it writes to {folder.parent} does not arrive on the launching host"
+
+
+def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
+    """Find out over which address each host reaches the first, on the very port of the run."""
+    hosts = cluster.hosts
+    devices = [list(host.devices) if host.devices else None for host in hosts]
+    if len(hosts) == 1:
+        only = {"address": "127.0.0.1", "interface": None, "devices": devices[0]}
+        return Plan(port, [{"name": hosts[0].name, **only}], [])
+    # The name first: it is what the user knows. Then IPv4 before IPv6, and last what only another
+    # name of the same machine can reach.
+    by_family = sorted(addresses, key=lambda address: ":" in address)
+    candidates = [hosts[0].name, *by_family, "127.0.0.1"]
+    order = {
+        "do": "reach",
+        "port": port,
+        "token": secrets.token_hex(16),
+        "addresses": candidates,
+        "timeout_s": REACH_TIMEOUT_S,
+    }
+    said = cluster.ask(order, 2 * REACH_TIMEOUT_S)
+    ways = {
+        node: message["way"]
+        for node in range(1, len(hosts))
+        for message in said[node]
+        if message["say"] == "way"
+    }
+    cut_off = [hosts[node].name for node, way in ways.items() if way is None]
+    if cut_off:
+        # Where no other host reaches the first, the fault is more likely its own.
+        who = [hosts[0].name] if len(cut_off) == len(hosts) - 1 > 1 else cut_off
+        by = f" (by {names(cut_off)})" if who != cut_off else ""
+        raise UserError(
+            *(
+                f"{name}: port {port} of {hosts[0].name} cannot be reached over any of"
+                f" {', '.join(candidates[:-1])}{by}; open the ports between"
+                f" these hosts in the firewall, or name one that is open: MASTER_PORT={port} make"
+                " ..."
+                for name in who
+            )
+        )
+    came = next(message["ways"] for message in said[0] if message["say"] == "came")
+    first = next(iter(came.values()))
+    plans = [{"name": hosts[0].name, "address": first["own"], "interface": first["interface"]}]
+    for node in range(1, len(hosts)):
+        way = ways[node]
+        plans.append(
+            {"name": hosts[node].name, "address": way["other"], "interface": way["interface"]}
+        )
+    for plan, numbers in zip(plans, devices, strict=True):
+        plan["devices"] = numbers
+    return Plan(port, plans, reasons(plans, port))
+
+
+def reasons(plans: Sequence[Mapping[str, Any]], port: int) -> list[str]:
+    """One line for each interface that is used, with the hosts that use it."""
+    groups: dict[str, list[str]] = {}
+    for plan in plans:
+        groups.setdefault(str(plan["interface"]), []).append(plan["name"])
+    first = plans[0]
+    return [
+        f"interface {interface} on {names(hosts)}: it carries the connection to {first['name']}"
+        f" ({first['address']}, port {port}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME override"
+        for interface, hosts in groups.items()
+    ]
+
+
+def wanted_port(environ: Mapping[str, str]) -> int | None:
+    """MASTER_PORT of the caller; None = one that is free. Raises UserError."""
+    text = environ.get("MASTER_PORT", "")
+    if not text:
+        return None
+    try:
+        port = as_int(text)
+    except ValueError as error:
+        raise UserError(f"MASTER_PORT={text[:40]} {error}") from None
+    if not 1024 <= port <= 65535:
+        raise UserError(f"MASTER_PORT={port} is not a port from 1024 to 65535")
+    return port

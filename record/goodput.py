@@ -1,0 +1,284 @@
+"""Where every second since a run's first life went.
+
+    useful     steps whose update is in the weights    redone   steps that were trained again later,
+    evaluate   evaluations                                      taken back, or skipped
+    stall      training waited for a save or a batch   start    imports, joining, the first step's
+    load       a checkpoint was read                            extra time
+    detect     from a failure to the end of all ranks  restart  the launcher, between two lives
+    idle       nobody ran it                           other    what nobody claims
+
+The one rule: each second belongs to exactly one part, so the parts add up to the wall clock. What
+they are taken from: the `life` lines and saves of events.jsonl, the steps of metrics.jsonl. A step
+that was trained again has left no line, so what a failed life cannot show for is `redone`. Imports
+no torch. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from base.units import duration
+from base.values import counted
+from checkpoint.lineage import lineage_of
+from record import forecast
+from record.attempts import unix_s
+from record.presence import is_living
+from record.records import read_events, read_metrics
+
+PARTS = {
+    "useful": "steps whose update is in the weights",
+    "evaluate": "evaluations",
+    "stall": "training waited for a save or a batch",
+    "redone": "steps trained again later, taken back, or skipped",
+    "start": "imports, joining, the first step's extra time",
+    "load": "a checkpoint was read",
+    "detect": "from a failure to the end of all ranks",
+    "restart": "the launcher, between two lives",
+    "idle": "nobody ran it",
+    "other": "what nobody claims",
+}
+FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
+
+
+@dataclass
+class Life:
+    """One life, from the start of its processes to the end of the last one."""
+
+    number: int
+    began_s: float  # time of day
+    ended_s: float
+    cause: str | None  # None = it goes on
+    steps: int  # that it trained, also those that others trained again
+    seconds: Mapping[str, float]
+    lines: list[Mapping[str, Any]] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something broke."""
+        return self.cause in FAILURES
+
+
+def lives_of(
+    events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now_s: float
+) -> list[Life]:
+    """The lives of a run from its records. `now_s`: until when one without an end has lived."""
+    ended = {event["life"]: event for event in events if is_end(event)}
+    begun = {
+        event["life"]: event
+        for event in events
+        if event["kind"] in ("began", "life") and not is_end(event)
+    }
+    trained, stalls, loads = defaultdict(list), defaultdict(list), defaultdict(float)
+    for line in lines:
+        trained[line["life"]].append(line)
+    for event in events:
+        if event["kind"] == "saved":
+            stalls[event["life"]].append(event["checkpoint_stall_s"])
+        elif event["kind"] == "resumed":
+            loads[event["life"]] += event["load_s"]
+    found = []
+    for number in sorted(begun.keys() | ended.keys()):
+        end, began, own = ended.get(number), begun.get(number), trained[number]
+        if end:
+            start_s, stop_s, seconds = end["began_unix_s"], end["ended_unix_s"], end["seconds"]
+            steps = (end.get("last_step") or 0) - (end.get("from_step") or 0)
+        else:
+            start_s, stop_s = began.get("started_unix_s", unix_s(began)), now_s
+            load_s = loads[number]
+            start = max(0.0, unix_s(began) - start_s - load_s)
+            seconds, steps = {"load": load_s, "start": start}, len(own)
+        cause = end["cause"] if end else None
+        found.append(Life(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
+    return found
+
+
+def is_end(event: Mapping[str, Any]) -> bool:
+    """Whether it is the line of a life that is over; older runs began their lives with `life`."""
+    return event["kind"] == "life" and "cause" in event
+
+
+def account(lives: Sequence[Life]) -> dict[str, float]:
+    """Seconds of each part, none below 0; their sum is the time from the first begin to the last
+    end, as far as clocks let it be known."""
+    total = dict.fromkeys(PARTS, 0.0)
+    usual_s = usual_step_s(lives)
+    lives = apart(lives)
+    for life in lives:
+        for name, seconds in account_life(life, usual_s).items():
+            total[name] += seconds
+    for before, life in itertools.pairwise(lives):
+        gap_s = max(0.0, life.began_s - before.ended_s)
+        restart_s = max(0.0, min(gap_s, life.seconds.get("restart", 0.0)))
+        total["restart"] += restart_s
+        total["idle"] += gap_s - restart_s
+    return total
+
+
+def apart(lives: Sequence[Life]) -> list[Life]:
+    """The lives, each ended where the next one begins at the latest: what two claim, because a
+    host that was cut off lived on, is the later one's. Where the next one seems to begin before
+    this one did, the clock was set back, and nothing can be taken from that."""
+    found = [
+        replace(life, ended_s=min(life.ended_s, after.began_s))
+        if after.began_s > life.began_s
+        else life
+        for life, after in itertools.pairwise(lives)
+    ]
+    return [*found, *lives[-1:]]
+
+
+def account_life(life: Life, usual_s: float) -> dict[str, float]:
+    """Seconds of each part of one life. `usual_s`: a step that is not the first of a life."""
+    parts = {name: life.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
+    parts |= dict.fromkeys(("useful", "evaluate", "redone", "other"), 0.0)
+    parts["stall"] = sum(life.stalls)
+    for line in life.lines:
+        step_s, waited_s = line["step_s"] or 0.0, line["data_s"] or 0.0
+        warm_s = max(0.0, step_s - waited_s - usual_s) if line["first_of_life"] else 0.0
+        parts["start"] += warm_s
+        parts["stall"] += waited_s
+        parts["evaluate"] += line["eval_s"] or 0.0
+        is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
+        parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
+    rest_s = life.ended_s - life.began_s - sum(parts.values())
+    if rest_s < 0:
+        # Stamps of several clocks overlap a little. Where the clock was set back in this life, the
+        # seconds that were counted in it are what is known.
+        parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
+    elif life.is_failure or len(life.lines) < life.steps:
+        parts["redone"] += rest_s
+    else:
+        parts["other"] += rest_s
+    return parts
+
+
+def usual_step_s(lives: Sequence[Life]) -> float:
+    """Median seconds of a step, the first of each life aside; of any where there is no other."""
+    every = [line for life in lives for line in life.lines]
+    steady = [line["step_s"] for line in every if not line["first_of_life"]]
+    return statistics.median(steady or [line["step_s"] for line in every] or [0.0])
+
+
+def shares(total: Mapping[str, float]) -> dict[str, float]:
+    """Each part of the whole, 0..1."""
+    whole = sum(total.values())
+    return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in total.items()}
+
+
+def series(folder: Path) -> dict[str, float]:
+    """The shares that TensorBoard shows, 0..1; empty before the first life is on record."""
+    part = shares(account(read_lives(folder, time.time())))
+    back = sum(part[name] for name in ("detect", "restart", "start", "load"))
+    found = {name: part[name] for name in ("useful", "redone", "stall")} | {"restart": back}
+    return {f"goodput_{name}": share for name, share in found.items()}
+
+
+def read_lives(folder: Path, now_s: float | None = None) -> list[Life]:
+    """The lives of the run in `folder`. One that goes on has lived until now; one that ended with
+    nobody left to say so, until its last sign."""
+    events = read_events(folder)
+    if now_s is None:
+        now_s = time.time() if is_living(folder) else last_sign_s(folder, events)
+    holds = lineage_of(folder).holds
+    lines = [
+        {**line, "is_abandoned": not holds(line["segment"], line["step"])}
+        for line in read_metrics(folder)
+    ]
+    return lives_of(events, lines, now_s)
+
+
+def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
+    """When the record was last written to."""
+    stamps = [unix_s(event) for event in events[-1:]]
+    stamps += [p.stat().st_mtime for p in [folder / "metrics.jsonl"] if p.exists()]
+    return max(stamps, default=0.0)
+
+
+def costs_of(lives: Sequence[Life]) -> forecast.Costs:
+    """What a step, a save and a failure cost this run, which has a step on record."""
+    usual_s = usual_step_s(lives)
+    after_failure = [life for before, life in itertools.pairwise(lives) if before.is_failure]
+    detects = [life.seconds.get("detect", 0.0) for life in lives if life.is_failure]
+    restarts = [
+        sum(life.seconds.get(name, 0.0) for name in ("restart", "start", "load"))
+        for life in after_failure or lives[:1]
+    ]
+    stalls = [stall for life in lives for stall in life.stalls]
+    return forecast.Costs(
+        step_s=usual_s,
+        stall_s=statistics.median(stalls) if stalls else 0.0,
+        restart_s=statistics.mean(restarts) + (statistics.mean(detects) if detects else 0.0),
+    )
+
+
+def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
+    """The account for a person: one line, and rows of a table."""
+    total = account(lives)
+    part = shares(total)
+    whole_s = sum(total.values())
+    failures = sum(life.is_failure for life in lives)
+    rows = [["part", "seconds", "share", "what it is"]]
+    rows += [
+        [key, f"{total[key]:,.1f}", f"{part[key]:.1%}", meaning] for key, meaning in PARTS.items()
+    ]
+    rows.append(["total", f"{whole_s:,.1f}", f"{sum(part.values()):.1%}", ""])
+    head = (
+        f"{name}: {duration(whole_s)} of wall clock,"
+        f" {counted(len(lives), 'life', 'lives')}, {counted(failures, 'failure')},"
+        f" goodput {part['useful']:.1%}"
+    )
+    return head, rows
+
+
+def advice(
+    lives: Sequence[Life], mtbf_s: float | None, interval: int
+) -> tuple[str, list[list[str]]]:
+    """What the interval between saves should be: one line, and rows of a table.
+
+    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
+    """
+    total = account(lives)
+    failures = sum(life.is_failure for life in lives)
+    ran_s = sum(total.values()) - total["idle"]
+    whence = "given"
+    if mtbf_s is None:
+        if not failures:
+            return "no failure yet; MTBF=hours computes the best checkpoint.interval for it", []
+        mtbf_s, whence = ran_s / failures, f"measured: {failures} in {duration(ran_s)}"
+    if usual_step_s(lives) <= 0:
+        return "no step is on record yet: nothing to compute an interval from", []
+    costs = costs_of(lives)
+    best = forecast.best_interval(costs, mtbf_s)
+    rows = [["checkpoint.interval", "saves every", "goodput", "simulated", ""]]
+    for steps in sorted({best, interval or best}):
+        notes = ["best"] * (steps == best) + ["as it is"] * (steps == interval)
+        rows.append(
+            [
+                f"{steps:,}",
+                duration(steps * costs.step_s),
+                f"{forecast.goodput(costs, mtbf_s, steps):.1%}",
+                f"{forecast.simulate(costs, mtbf_s, steps):.1%}",
+                " and ".join(notes),
+            ]
+        )
+    head = (
+        f"a failure every {duration(mtbf_s)} ({whence}), {costs.step_s:.3g} s a step,"
+        f" {costs.stall_s:.3g} s stall a save, {costs.restart_s:.3g} s from failure to training:"
+    )
+    return head, rows
+
+
+def interval_of(folder: Path) -> int:
+    """Steps between the saves of a run, as its recipe has it; 0 = none, or no number."""
+    text = (folder / "recipe.yaml").read_text(errors="replace")
+    found = re.search(r"^checkpoint:\n(?: .*\n)*?  interval: (\d+)$", text, re.M)
+    return int(found[1]) if found else 0

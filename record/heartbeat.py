@@ -1,0 +1,121 @@
+"""What this rank is doing, for whoever watches it: one small file, rewritten in place.
+
+    start -> load -> step <-> evaluate, save -> end        phases
+    "<rank> <phase> <step> <monotonic s> <parts>"          the line, padded to one length
+
+The one rule: a beat is one system call of the thread that trains, and no other thread beats for it.
+A rank that hangs, also one stuck in C with the interpreter's lock held, falls silent, which
+launch.ranks.watchdog hears. SIGUSR2 writes the stacks of all threads beside the beat, without that
+lock.
+
+Imports no torch. Units: seconds. `parts` = micro-batches of the step, which its time grows with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+VARIABLE = "PRETRAIN_BEATS"  # folder of this host's launcher
+LENGTH = 80
+SHOWN = ".beat"  # in the run folder: what rank 0 is doing, for `make status` on any host
+SHOWN_LENGTH = 200
+SHOWN_EVERY_S = 5.0
+PHASES = {"eval": "evaluate", "save": "save"}  # of the loop's clock -> of the beat
+Item = TypeVar("Item")
+
+
+class Heart:
+    """The beats of this process; silent until `begin`, and where no launcher listens."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._rank, self._phase, self._step, self._parts = 0, "start", 0, 1
+        self._file: int | None = None
+        self._shown: int | None = None
+        self._shown_phase, self._shown_at = "", float("-inf")
+
+    def begin(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Beat from now on, where a launcher listens; where none does SIGUSR2 dumps to stderr."""
+        folder, rank = environ.get(VARIABLE), environ.get("RANK", "0")
+        self._rank = rank = int(rank) if rank.isdigit() else 0
+        target: Any = sys.stderr
+        if folder:
+            path = Path(folder) / f"rank-{rank:05d}"
+            with contextlib.suppress(OSError):  # the launcher's folder is gone: nobody listens
+                self._file = os.open(path.with_suffix(".beat"), os.O_WRONLY | os.O_CREAT, 0o600)
+                target = os.open(path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no usable stderr
+            faulthandler.register(signal.SIGUSR2, file=target, all_threads=True)
+        self.beat("start")
+
+    def beat(self, phase: str, step: int | None = None, parts: int | None = None) -> None:
+        """This rank enters or is alive in `phase`; step and parts stay as they were if not given"""
+        self._phase = phase
+        self._step = self._step if step is None else step
+        self._parts = self._parts if parts is None else parts
+        if self._file is not None:
+            line = f"{self._rank} {phase} {self._step} {self._now():.3f} {self._parts}"
+            with contextlib.suppress(OSError):  # a beat that is lost ends no run
+                os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
+        if self._shown is not None:
+            self._show()
+
+    def show_in(self, run_folder: Path) -> None:
+        """Let people see this rank, the first one, in the run's folder, every few seconds."""
+        with contextlib.suppress(OSError):
+            self._shown = os.open(run_folder / SHOWN, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._show()
+
+    def around(self, phase: Callable[[str], Any]) -> Callable[[str], Any]:
+        """The clock's `phase`, which then also tells the watch of evaluations and saves."""
+
+        @contextlib.contextmanager
+        def beating(name: str) -> Iterator[None]:
+            if name not in PHASES:
+                with phase(name):
+                    yield
+                return
+            before = self._phase
+            self.beat(PHASES[name])
+            try:
+                with phase(name):
+                    yield
+            finally:
+                self.beat(before)
+
+        return beating
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, with a beat before each: a long phase that goes on is not silent."""
+        for item in items:
+            self.beat(self._phase)
+            yield item
+
+    def _show(self) -> None:
+        now = self._now()
+        if self._phase == self._shown_phase and now - self._shown_at < SHOWN_EVERY_S:
+            return
+        self._shown_phase, self._shown_at = self._phase, now
+        fields = {
+            "phase": self._phase,
+            "step": self._step,
+            "unix_s": round(time.time(), 1),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        with contextlib.suppress(OSError):  # a full disk, a file system that went away
+            text = json.dumps(fields)
+            os.pwrite(self._shown, f"{text:<{SHOWN_LENGTH - 1}}\n".encode(), 0)
+
+
+HEART = Heart()

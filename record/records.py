@@ -1,0 +1,320 @@
+"""The line files of a run (metrics.jsonl, events.jsonl, ...): one strict-JSON object per line.
+
+One rule: a line is whole or it is not there. Lines are appended one by one, each in one write; what
+a killed process left half-written at the end of a file is dropped aloud when the next one opens it,
+and ignored by readers. Each line ends with a digest of its text. One that was damaged later stays
+where it is, and readers pass it over: it is a record, and no run waits for it; `damage` says so.
+
+Strict JSON knows no NaN and no infinity: a non-finite number is written as null and its field is
+named in an extra field `non_finite`, a list, present only where there is one:
+{"loss": null, "non_finite": ["loss"]}.
+
+Units: times are UTC, ISO 8601 with milliseconds and a Z.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from base.redaction import redacted, secret_values
+from base.tail import newest_lines, whole_bytes
+from checkpoint import lineage
+
+TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
+# Of the end of each file that a start looks at: thousands of lines. All of a record of a million
+# steps would take minutes, in every life.
+CHECKED_BYTES = 4 << 20
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
+LEDGER = "ledger/steps.jsonl"  # data.stream.ledger writes it
+RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
+# Fields that every version has written.
+METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "life"), ("time", "kind", "life")
+LEDGER_HAVE = ("step", "data_step", "samples", "batch_hash", "tokens")
+HAVE = {
+    METRICS: METRICS_HAVE, EVENTS: EVENTS_HAVE, LEDGER: LEDGER_HAVE, DEVICES: (), RANKS: ()
+}  # fmt: skip
+
+
+def strict_line(fields: Mapping[str, Any]) -> str:
+    """`fields` as one line of strict JSON, with its digest and newline; a tensor is a TypeError."""
+    non_finite: list[str] = []
+
+    def plain(value: Any, name: str) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        if isinstance(value, numbers.Real):
+            if math.isfinite(value):
+                return float(value)
+            non_finite.append(name)
+            return None
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: only plain numbers, text, lists and mappings"
+        )
+
+    record = {name: plain(value, name) for name, value in fields.items()}
+    if non_finite:
+        record["non_finite"] = non_finite
+    return lineage.encode(record).decode()
+
+
+def append_line(path: Path, fields: Mapping[str, Any]) -> None:
+    """Add one line to `path` in a single write, so that two processes' lines never mix."""
+    with open(path, "ab", buffering=0) as file:
+        write_line(file, strict_line(fields))
+
+
+def write_line(file: BinaryIO, line: str) -> None:
+    """Append a line whole or not at all to an unbuffered file.
+
+    On a full disk a write can end early without an error; the part is then cut off again. Raises
+    OSError.
+    """
+    data = line.encode()
+    written = file.write(data)
+    if written != len(data):
+        file.truncate(os.fstat(file.fileno()).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def repair(path: Path, say: Callable[[str], None] = print) -> bool:
+    """Drop the half-written last line of `path`, aloud; True if there was one."""
+    if not path.exists():
+        return False
+    size, kept = path.stat().st_size, whole_bytes(path)
+    if kept == size:
+        return False
+    with open(path, "r+b") as file:
+        file.truncate(kept)
+    say(f"{path}: dropped {size - kept} bytes of a half-written last line")
+    return True
+
+
+def make_way(path: Path, say: Callable[[str], None] = print) -> None:
+    """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
+    bad sector in what a start looks at. Raises OSError where that does not help."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - CHECKED_BYTES))
+            file.read()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EIO):
+            raise
+        numbers = (n for n in range(1, 10_000) if not Path(f"{path}.before-{n}").exists())
+        kept = Path(f"{path}.before-{next(numbers)}")
+        os.rename(path, kept)
+        say(f"warning: {path} could not be read ({error.strerror}); it is {kept.name} now")
+
+
+def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The records of a line file, each with the fields `needed`; damaged lines, and a half-written
+    last one, are passed over."""
+    return list(_records(path, needed))
+
+
+def _records(path: Path, needed: Collection[str]) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            found = read_line(line[:-1], needed) if line.endswith(b"\n") else ""
+            if isinstance(found, dict):
+                yield found
+
+
+def newest_records(
+    path: Path, needed: Collection[str] = (), most_bytes: float = math.inf
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(byte at which it begins, record or what is wrong with it) of each line that begins in the
+    last `most_bytes` of a file, newest first."""
+    from_byte = path.stat().st_size - most_bytes if path.is_file() else 0
+    for begins, line in newest_lines(path):
+        if begins < from_byte:
+            return
+        yield begins, read_line(line, needed)
+
+
+def damage(path: Path, needed: Collection[str] = (), most_bytes: float = math.inf) -> str | None:
+    """What is damaged in a line file, or in its last `most_bytes`, for a person; None: nothing."""
+    if path.is_dir():
+        return f"{_shown(path)} is a folder, and what it held is missing here"
+    found = newest_records(path, needed, most_bytes)
+    bad = [(begins, problem) for begins, problem in found if isinstance(problem, str)]
+    if not bad:
+        return None
+    several = f"{len(bad)} lines are" if bad[1:] else "a line is"
+    begins, problem = bad[-1]
+    return (
+        f"{_shown(path)}: {several} damaged and left out: what stood there is missing here"
+        f" (line {_number_of(path, begins)}: {problem})"
+    )
+
+
+def _number_of(path: Path, begins: int) -> int:
+    """Number, from 1, of the line that begins at a byte."""
+    number = 1
+    with open(path, "rb") as file:
+        while begins > 0:
+            block = file.read(min(1 << 20, begins))
+            number, begins = number + block.count(b"\n"), begins - len(block)
+    return number
+
+
+def _shown(path: Path) -> str:
+    return LEDGER if path.name == Path(LEDGER).name else path.name
+
+
+def notes(folder: Path, most_bytes: float = CHECKED_BYTES) -> list[str]:
+    """What is damaged in the records of a run, or in the end of each, for a person."""
+    return [f"warning: {text}" for text in _damages(folder, most_bytes)]
+
+
+def losses(folder: Path, after_step: int) -> list[str]:
+    """What is damaged or gone, in the last CHECKED_BYTES of each file, of the records of a life
+    that begins after `after_step`."""
+    told, chain = _damages(folder, CHECKED_BYTES), lineage.lineage_of(folder)
+    for name in (METRICS, LEDGER) if (folder / LEDGER).is_file() else (METRICS,):
+        found = newest_records(folder / name, HAVE[name], CHECKED_BYTES)
+        lines = chain.own(line for _, line in found if isinstance(line, dict))
+        steps = {line["step"] for line in lines if line["step"] <= after_step}
+        is_all = not steps or (folder / name).stat().st_size <= CHECKED_BYTES
+        missing = after_step - (0 if is_all else min(steps) - 1) - len(steps)
+        if missing > 0:
+            told.append(
+                f"{name} lacks {missing} of the steps up to {after_step}: they were trained, and"
+                " their lines are gone"
+            )
+    starts = {0, *(line["first_step"] - 1 for line in lineage.segments(lineage.read(folder)))}
+    first = next(iter(read_events(folder, "began")), {})
+    if first.get("after_step", 0) not in starts:  # it went on from a life that left no word
+        told.append(f"{EVENTS} lacks the lives before life {first['life']}")
+    return told
+
+
+def _damages(folder: Path, most_bytes: float) -> list[str]:
+    """What is damaged in each file, one line each."""
+    told = (damage(folder / name, needed, most_bytes) for name, needed in HAVE.items())
+    return [text for text in told if text]
+
+
+def read_line(line: bytes, needed: Collection[str] = ()) -> dict[str, Any] | str:
+    """The record of a line, or what is wrong with it."""
+    try:
+        record = parse_line(line)
+    except ValueError as problem:
+        return f"{problem}"
+    absent = [name for name in needed if name not in record]
+    return f"it has no {', '.join(absent)}" if absent else record
+
+
+def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The newest records of a line file, however long it is, oldest first: at most `most`, and of
+    those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
+    try:
+        found = newest_records(path, needed, TAIL_BYTES)
+        records = itertools.islice((one for _, one in found if isinstance(one, dict)), most)
+        return list(records)[::-1]
+    except OSError:
+        return []
+
+
+def parse_line(line: str | bytes) -> dict[str, Any]:
+    """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError; and
+    so is a text that differs from its digest, where it has one (older lines have none)."""
+    text = line.encode() if isinstance(line, str) else line
+    if lineage.has_digest(text):
+        return lineage.decode(text.removesuffix(b"\n"))
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON value")
+
+    record = json.loads(line, parse_constant=refuse)
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} is no record")
+    return record
+
+
+def truncate_after(path: Path, segment: int, step: int) -> int:
+    """Remove the lines of `segment` past `step`, which stand at the end of a metrics file; how many
+    they were. A damaged line stays.
+
+    A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
+    stays unique.
+    """
+    removed, kept, stay = 0, 0, []
+    for begins, line in newest_lines(path):
+        found = read_line(line, METRICS_HAVE)
+        if isinstance(found, str):
+            stay.append(line + b"\n")
+        elif found["segment"] == segment and found["step"] > step:
+            removed += 1
+        else:
+            break
+        kept = begins
+    if removed:
+        with open(path, "r+b") as file:
+            file.truncate(kept)
+            file.seek(kept)
+            file.write(b"".join(reversed(stay)))
+            file.flush()
+            os.fsync(file.fileno())
+    return removed
+
+
+def read_metrics(
+    path: Path, segment: int | None = None, fields: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl (`path`: it or the run folder) by segment and step, each once.
+
+    Where a step stands there twice (a copy taken between two lives), the line of the later life is
+    kept. `segment=None` reads all segments. Of each line only `fields` are kept, and what every
+    line has; a long run's take gigabytes. A half-written last line is ignored.
+    """
+    path = Path(path)
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in _records(path / METRICS if path.is_dir() else path, METRICS_HAVE):
+        key = (line["segment"], line["step"])
+        if key not in lines or line["life"] >= lines[key]["life"]:
+            wanted = line if fields is None else (*METRICS_HAVE, *fields)
+            lines[key] = {name: line[name] for name in wanted if name in line}
+    return [lines[key] for key in sorted(lines) if segment is None or key[0] == segment]
+
+
+def record_event(folder: Path, kind: str, *, life: int, **fields: Any) -> None:
+    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl,
+    without secrets."""
+    fields = redacted(fields, secret_values(os.environ))
+    record(Path(folder) / EVENTS, kind=kind, life=life, **fields)
+
+
+def record(path: Path, **fields: Any) -> None:
+    """Append UTC time and `fields` to a line file."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    append_line(path, {"time": now, **fields})
+
+
+def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's events.jsonl, all or those of one kind."""
+    return [
+        event
+        for event in read_lines(Path(folder) / EVENTS, EVENTS_HAVE)
+        if kind is None or event["kind"] == kind
+    ]

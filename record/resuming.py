@@ -1,0 +1,248 @@
+"""Whether a run goes on, and from where: what its folder holds against what is asked for now.
+
+    no folder -> new     folder without a checkpoint -> from step 0 again     checkpoint -> go on
+
+The one rule: a run that has a checkpoint never starts at step 0 unless resume=fresh asks for it.
+Pure reading, no torch: the launcher refuses by it before any rank starts, and rank 0 decides by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from checkpoint.format.blocks import Damaged
+from checkpoint.format.manifest import (
+    all_committed,
+    committed,
+    none_is_whole,
+    read_manifest,
+    size_problems,
+)
+from checkpoint.format.state import RunState
+from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
+from checkpoint.load.allowed_changes import Change, check_resume
+from recipes.schema import Data, Recipe
+from record.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
+from record.records import (
+    EVENTS,
+    EVENTS_HAVE,
+    METRICS,
+    METRICS_HAVE,
+    damage,
+    last_lines,
+    read_events,
+)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands before it starts. `step` 0 = nothing to go on from."""
+
+    is_new: bool
+    step: int
+    changes: list[Change]
+
+
+def data_of(recipe: Recipe, folder: Path) -> Data:
+    """The recipe's data with what the history of the run in `folder` leaves out besides."""
+    if recipe.resume == "fresh":
+        return recipe.data
+    return data_with_skips(recipe.data, in_force(read(folder)))
+
+
+def left_behind(recipe: Recipe, file: Path, folder: Path) -> list[str]:
+    """What to say where the recipe is another run's, read from its folder: what that run's rewinds
+    leave out is no part of a recipe."""
+    source = file.parent.resolve()
+    if file.name != MARK or source == folder.resolve():
+        return []
+    missing = [
+        skip
+        for skip in in_force(read(source))
+        if not is_covered(tuple(skip["range"]), getattr(recipe.data.skip, skip["effect"]))
+    ]
+    if not missing:
+        return []
+    data = data_with_skips(recipe.data, missing)
+    return [
+        f"{source.name} leaves out {'; '.join(described(skip) for skip in missing)}: that stands in"
+        f" its history, not in its recipe, and this run trains on them. {' '.join(as_words(data))}"
+        " leaves them out here, too; make branch and make reproduce take the history along"
+    ]
+
+
+def as_words(data: Data) -> list[str]:
+    """Overrides that leave out what `data.skip` does."""
+    ranges = {effect: getattr(data.skip, effect) for effect in EFFECTS}
+    return [
+        f"data.skip.{effect}=" + json.dumps(some, separators=(",", ":"))
+        for effect, some in ranges.items()
+        if some
+    ]
+
+
+def standing(
+    folder: Path,
+    recipe: Recipe,
+    data_state: dict[str, Any],
+    past: Callable[[int], dict[str, Any]],
+    last_step: int,
+) -> Standing:
+    """What `folder` says about starting `recipe`, which ends after `last_step`; `data_state` and
+    `past` are its stream's.
+
+    Raises UserError: a folder of something else, a change that is not allowed.
+    """
+    if not folder.exists() or recipe.resume == "fresh":
+        return Standing(True, 0, [])
+    if not (folder / MARK).is_file():
+        raise UserError(
+            f"run={folder.name}: {folder} is not the folder of a run (no {MARK}); choose another"
+            " name, or remove it"
+        )
+    refuse_lost_segments(folder)
+    state = newest_state(folder, last_step)
+    if state is None:
+        return Standing(False, 0, [])
+    return Standing(False, state.step, compare(state, recipe, data_state, past, read(folder)))
+
+
+def refuse_lost_segments(folder: Path) -> None:
+    """Raise UserError where a segment has left traces and no line in the history: without it the
+    run would go on in another lineage, and train on what was left out."""
+    known = len(segments(read(folder)))
+    seen = [segment for _, segment, _ in all_committed(folder / "checkpoints")]
+    seen += [line["segment"] for line in last_lines(folder / METRICS, 1, METRICS_HAVE)]
+    if max(seen, default=0) >= max(known, 1):
+        raise UserError(
+            f"run={folder.name}: segment {max(seen)} has left checkpoints or steps, and no line in"
+            f" {folder / FILE}. The run's lineage hangs on that: put the file back from a copy, or"
+            " start from step 0 with resume=fresh"
+        )
+
+
+def newest_state(folder: Path, last_step: int) -> RunState | None:
+    """State of the newest checkpoint of the run's lineage whose manifest holds; None where none was
+    ever saved.
+
+    One that would end the run must have its files, too: nobody will load it and notice. Others are
+    not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
+    and none can be gone on from.
+    """
+    checkpoints, damaged = folder / "checkpoints", []
+    for _, path in reversed(committed(checkpoints)):
+        try:
+            manifest = read_manifest(path)
+            problems = size_problems(path, manifest) if manifest.step >= last_step else []
+        except Damaged as error:
+            problems = error.problems
+        if not problems:
+            return read_state(manifest.state, path)
+        damaged.append((path, problems))  # said aloud when the older one is loaded
+    if damaged:
+        raise none_is_whole(damaged)
+    current = lineage_of(folder)
+    saves = [event for event in read_events(folder, "saved") if "step" in event]
+    saved = [event["step"] for event in current.own(saves)]
+    if not saved and (unknown := damage(folder / EVENTS, EVENTS_HAVE)):
+        raise UserError(
+            f"run={folder.name}: {checkpoints} has no checkpoint, and whether one was saved is not"
+            f" known: {unknown}. Put them back, delete the line if nothing was saved, or start from"
+            " step 0 with resume=fresh"
+        )
+    if saved or current.after:  # a branch has saved nothing itself
+        raise UserError(
+            f"run={folder.name}: a checkpoint of step {saved[-1] if saved else current.after} was"
+            f" saved, but {checkpoints} holds none: put them back (is a disk not mounted?), or"
+            " start from step 0 with resume=fresh"
+        )
+    return None
+
+
+def read_state(values: dict[str, Any], path: Path) -> RunState:
+    """The state in a manifest of `path`. Raises UserError: it is whole, so it is of another
+    version."""
+    try:
+        state = RunState.from_dict(values)
+        if "past" not in state.data:
+            raise Damaged("state: data has no `past`")
+        return state
+    except Damaged as damage:
+        raise UserError(
+            f"{path}: {damage}; another version of the project wrote it: go on with that one"
+        ) from None
+
+
+def compare(
+    state: RunState,
+    recipe: Recipe,
+    data_state: dict[str, Any],
+    past: Callable[[int], dict[str, Any]],
+    lines: Sequence[dict[str, Any]] = (),
+) -> list[Change]:
+    """Differences between a checkpoint's recipe and data and those of now; what the run's history
+    (`lines`) has of changes since is no difference any more.
+
+    Raises UserError with every one that is not allowed.
+    """
+    stored = with_data(recorded(lines, state.step, state.recipe), state.data)
+    now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
+    verdict = check_resume(stored, now, recipe.allow)
+    problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]
+    if problems:
+        raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
+    return verdict.changes
+
+
+def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[str]:
+    """What the recipe of now would change of the steps that were trained, which are past."""
+    step, was = state.step, state.data["past"]
+    data_step = was["data_step"]
+    problems = []
+    if past["tokens"] != was["tokens"]:
+        problems.append(
+            f"batch_tokens={recipe.batch_tokens} would put step {step} at {past['tokens']}"
+            f" tokens, but {was['tokens']} were trained on: samples would be left out or repeated."
+            f" Keep the past in a ramp, such as batch_tokens=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past.get("lengths") != was.get("lengths"):
+        problems.append(
+            f"seq_len_warmup={recipe.seq_len_warmup} would have cut the sequences of steps 1 to"
+            f" {step} in another way: keep its pieces before data step {data_step}, and let new"
+            " ones begin there or later"
+        )
+    if past["mixture"] != was["mixture"]:
+        problems.append(
+            f"data.sources: these weights would have mixed steps 1 to {step} in another way. Keep"
+            f" the past as a stage, such as data.sources.NAME.weight=[[0,OLD],[{data_step},NEW]]"
+        )
+    if past["skips"] != was["skips"]:
+        problems.append(
+            f"data.skip would change what steps 1 to {step} trained on, which is done: keep the"
+            f" ranges that were in force, and let new ones begin at data step {data_step} or later"
+        )
+    return problems
+
+
+def with_data(
+    recipe: dict[str, Any], data_state: dict[str, Any], known: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """A nested recipe with what it does not say of its data: which corpora, the version of their
+    order, the window that is permuted (by default the length of sequences).
+
+    `known`: names that a checkpoint has; a source beside them is new, which is a matter of weights.
+    """
+    data = recipe["data"] | {"window_tokens": data_state["window_tokens"]}
+    corpora = {
+        uid: corpus
+        for uid, corpus in data_state["corpora"].items()
+        if known is None or uid in known
+    }
+    identity = {"order_version": data_state["order_version"], "corpora": corpora}
+    return recipe | {"data": data, "identity": identity}

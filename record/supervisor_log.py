@@ -1,0 +1,126 @@
+"""The record of a run as its supervisor uses it, between two lives.
+
+The one rule: what cannot be read or written costs a line of the record, never the run. Imports no
+torch. Units: steps, seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from base.errors import UserError
+from record import attempts
+from record.presence import LAUNCHER, attend
+from record.records import EVENTS, read_events, record_event
+from record.requests import BETWEEN_LIVES, forget, read_request
+
+ROOM_BYTES = 1 << 20  # more than the lines of a life take
+
+
+class Book:
+    """The record of a run, for the supervisor: what is read and written between its lives."""
+
+    def __init__(self, folder: Path, job: str = ""):
+        self.folder, self._job = folder, job
+        self._place = (0, 0, 0)
+        self._life: int | None = None  # that ended last
+        self._attended: TextIO | None = None
+
+    def attend(self) -> None:
+        """Let people see that the run has a launcher, as soon as it has a folder."""
+        with contextlib.suppress(OSError):
+            if self._attended is None or not os.path.samestat(
+                os.fstat(self._attended.fileno()), os.stat(self.folder / LAUNCHER)
+            ):
+                self._attended = attend(self.folder)
+
+    def new_launch(self) -> str:
+        """A name for a start of all ranks; those of one SLURM job begin alike."""
+        return f"{self._job}.{secrets.token_hex(8)}"
+
+    def has_begun(self) -> bool:
+        """Whether an earlier start of the same SLURM job began a life here: it was requeued."""
+        events = read_events(self.folder, "began") if self._job and self.folder.is_dir() else []
+        return any(event.get("launch", "").startswith(f"{self._job}.") for event in events)
+
+    def place(self) -> tuple[int, int, int]:
+        """(segment, newest step, newest saved step); those of before where none can be read."""
+        with contextlib.suppress(OSError, UserError):
+            mark = attempts.mark(self.folder)
+            self._place = mark.segment, mark.step, mark.saved_step
+        return self._place
+
+    def trouble(self) -> str | None:
+        """Why nothing can be put on record now; None where it can, or nothing was yet."""
+        if self._place == (0, 0, 0):
+            return None
+        probe = self.folder / f".room-{secrets.token_hex(8)}"
+        try:
+            probe.write_bytes(bytes(ROOM_BYTES))
+        except OSError as error:
+            return f"{self.folder}: {error.strerror}"
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        return None
+
+    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
+        """Write the line of a life. A record that cannot be written costs the line, not the run."""
+        try:
+            line = attempts.close(self.folder, launch, attempts.Ended(**how), is_ours)
+        except (OSError, UserError) as error:
+            print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
+            return None
+        self._life = line["life"] if line else self._life
+        return line
+
+    def stop_is_asked(self) -> bool:
+        """Whether `make stop` asked for the end; takes the request away."""
+        if read_request(self.folder) is None:
+            return False
+        with contextlib.suppress(OSError, UserError):
+            life = max(1, attempts.next_number(self.folder) - 1)
+            record_event(self.folder, "stopped", life=life, reason=BETWEEN_LIVES)
+            forget(self.folder)
+        return True
+
+    def has_told(self) -> bool:
+        """Whether the newest life itself said why it is the last one, and left a bundle."""
+        with contextlib.suppress(OSError, UserError):
+            return any(event["life"] == self._life for event in read_events(self.folder, "stop"))
+        return False
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Put something on record of the life that ended last, unless another start has begun one
+        since: the record is that one's."""
+        with contextlib.suppress(OSError, UserError):
+            if self._life is not None and self._life == attempts.next_number(self.folder) - 1:
+                record_event(self.folder, kind, life=self._life, **facts)
+
+    def name(self) -> str:
+        """A name for what belongs to the newest life."""
+        with contextlib.suppress(OSError, UserError):
+            return f"life-{attempts.next_number(self.folder) - 1}"
+        return "life-unknown"
+
+    def note(self, host: str, state: str, **facts: Any) -> None:
+        """Put on record what became of a host, where there is a record already."""
+        if (self.folder / EVENTS).is_file():
+            with contextlib.suppress(OSError, UserError):
+                life = max(1, attempts.next_number(self.folder) - 1)
+                record_event(self.folder, "host", life=life, host=host, state=state, **facts)
+
+    def failures(self) -> list[tuple[str, str, float]]:
+        """(host, cause, when) of all lives, and of hosts that were found unfit."""
+        with contextlib.suppress(OSError, UserError):
+            return [
+                (event["host"], event["cause"], attempts.unix_s(event))
+                for event in read_events(self.folder)
+                if event.get("host") and event.get("cause")
+            ]
+        return []

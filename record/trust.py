@@ -1,0 +1,161 @@
+"""Who else could write a run: folders that strangers may change are refused.
+
+Weights and recipe of a run are read back from its folder, and a digest is no signature: whoever may
+write the folder may change what is trained. The one rule: those who may change this project's code,
+own the folder that holds the run, or are root are trusted with it; nobody else is.
+What is made here is never writable by others, whatever the umask: `keep_to_owner`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.errors import UserError
+from base.paths import ROOT
+from checkpoint.format.manifest import NAME as MANIFEST
+from checkpoint.format.manifest import all_committed
+
+CODE = ROOT
+RECORD = (".json", ".jsonl", ".yaml")  # history, skips, what the run was
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def keep_to_owner() -> None:
+    """Files and folders that this process and its children make are written by their owner only."""
+    os.umask(os.umask(0o077) | OTHERS_WRITE)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Owner, group and mode of a folder or file."""
+
+    path: Path
+    uid: int
+    gid: int
+    mode: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def access(path: Path) -> Access:
+    """Of what `path` leads to."""
+    found = os.stat(path)
+    return Access(path, found.st_uid, found.st_gid, found.st_mode)
+
+
+def refuse_unsafe(folder: Path, code: Path = CODE) -> None:
+    """Raise UserError where people who are not trusted could change the run in `folder`."""
+    if not folder.is_dir():
+        return
+    places, known = [access(path) for path in weighty(folder)], access(code)
+    trusted = {0, os.geteuid(), access(folder.parent).uid, known.uid}
+    found = _risks(places, known, trusted)
+    # On file systems that map users or keep no modes, what one makes oneself looks foreign, too.
+    own = own_access(folder) if found else None
+    if own is not None:
+        kept = [_without(place, own.mode & OTHERS_WRITE) for place in places]
+        found = _risks(kept, known, trusted | {own.uid})
+    if found:
+        raise UserError(*(_line(folder, place, risk) for risk, place in found.items()))
+
+
+def _risks(places: Iterable[Access], code: Access, trusted: set[int]) -> dict[str, Access]:
+    """{risk: the first place that has it}."""
+    found: dict[str, Access] = {}
+    for place in places:
+        risk = judge(place, code, trusted)
+        if risk:
+            found.setdefault(risk, place)
+    return found
+
+
+def weighty(folder: Path) -> list[Path]:
+    """What a start believes: folders and record of the run, the manifests of its checkpoints, which
+    hold the digests of all their files, and the files of the newest one."""
+    saved = [path for *_, path in all_committed(folder / "checkpoints")]
+    paths = [folder, folder / "checkpoints", folder / "lease", folder / "ledger", *saved]
+    paths += [path / MANIFEST for path in saved[:-1]]
+    for place in (folder, folder / "ledger"):
+        paths += [path for path in place.glob("*.*") if path.suffix in RECORD]
+    if saved:
+        paths += [Path(entry.path) for entry in os.scandir(saved[-1])]
+    return [path for path in paths if path.exists()]
+
+
+def judge(place: Access, code: Access, trusted: Iterable[int]) -> str | None:
+    """The risk of a place, None without one: everyone, the name of a group, or a user's number."""
+    if place.uid not in trusted:
+        return f"user {place.uid}"
+    if place.mode & stat.S_IWOTH and not code.mode & stat.S_IWOTH:
+        return "everyone"
+    if place.mode & stat.S_IWGRP:
+        is_of_code = code.gid == place.gid and code.mode & stat.S_IWGRP
+        if not is_of_code and not code.mode & stat.S_IWOTH:
+            others = members(place.gid) - {_name(uid) for uid in trusted}
+            if others:
+                return f"group {place.gid}"
+    return None
+
+
+def members(gid: int) -> set[str]:
+    """Names of all users whom the system knows to be in a group: none in a user's private group
+    but that user, none in a number that a container was given.
+    """
+    with contextlib.suppress(KeyError):
+        listed = set(grp.getgrgid(gid).gr_mem)
+        return listed | {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid}
+    return set()
+
+
+def own_access(folder: Path) -> Access | None:
+    """Of a folder that was just made there for the owner only; None where none can be made."""
+    try:
+        made = tempfile.mkdtemp(prefix=".probe-", dir=folder)
+    except OSError:
+        return None
+    try:
+        return access(Path(made))
+    finally:
+        os.rmdir(made)
+
+
+def _without(place: Access, bits: int) -> Access:
+    return Access(place.path, place.uid, place.gid, place.mode & ~bits)
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _line(folder: Path, place: Access, risk: str) -> str:
+    kind, _, number = risk.partition(" ")
+    danger = "who could change the weights that are read back"
+    if kind == "user":
+        return (
+            f"run={folder.name}: {place} belongs to user {_name(int(number))}, {danger}; take it"
+            f" over (chown -R {os.geteuid()} {folder}), or choose another name"
+            f" (run={folder.name}-2)"
+        )
+    if kind == "group":
+        names = sorted(members(int(number)))
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        return (
+            f"run={folder.name}: {place} may be written by its group ({shown}), {danger}; shut it"
+            f" (chmod -R g-w {folder})"
+        )
+    return (
+        f"run={folder.name}: {place} may be written by everyone on this machine, {danger}; shut it"
+        f" (chmod -R o-w {folder})"
+    )

@@ -1,0 +1,421 @@
+"""The record of a run, written by one rank, and the numbers drawn from it.
+
+    loop -> MetricsWriter.step(...) -> metrics.jsonl, exact       -> summary(): a run in numbers
+                                    -> runtime.log.event_files        -> runtime.log.wandb_mirror
+                                    (W&B), if asked
+                                    -> the line it returns        -> runtime.log.console
+
+One rule: a number is computed once, here; every place that prints it prints this one. Only the
+rank that has the loss (global rank 0) makes a writer, under the lock of the run folder.
+
+Units: seconds, tokens, GiB (2**30 bytes), tokens/s over all ranks unless the name says per rank;
+mfu is 0..1. Evaluation and saves are in no speed. `tokens` counts what the run has consumed up to
+and including the step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from base.redaction import redact, secret_values
+from base.values import counted
+from checkpoint.lineage import lineage_of
+from record import attempts, goodput, records
+from record.records import DEVICES, METRICS, METRICS_HAVE, RANKS, read_metrics
+from runtime.engine import memory
+from runtime.log import wandb_mirror
+from runtime.monitor import speed
+from runtime.monitor.clock import StepTimes
+from runtime.monitor.device_table import throttle_names
+
+# What a run's numbers are made of.
+SUMMED = (
+    "first_of_life", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens", "mfu",
+    "step_s", "skipped_steps", "loss",
+)  # fmt: skip
+# field of a reading -> what it is; each GPU's series are node/<host>/gpu/<index>/<field>
+GPU_SERIES = {
+    "temperature_c": "degrees Celsius",
+    "memory_temperature_c": "degrees Celsius, of the memory",
+    "power_w": "W",
+    "sm_clock_mhz": "MHz, of the processors",
+    "memory_clock_mhz": "MHz",
+    "utilization_percent": "share of the time in which something ran",
+    "memory_used_gib": "GiB, of all programs",
+    "throttle": "bits of what holds the clocks down; 4 is the power cap",
+    "ecc_corrected": "memory errors since the driver was loaded",
+    "ecc_uncorrected": "memory errors since the driver was loaded",
+    "pcie_replays": "repeated transfers since the driver was loaded",
+}
+
+
+class MetricsWriter:
+    """Writes what happens in one run folder; one per run, on the rank that has the loss.
+
+    `after_step` is the step this process goes on from (0 = from the start): lines of this segment
+    past it are removed, readers of the event files forget them. `flops_per_token` is model.cost's,
+    `peak_flops` one device's (runtime.monitor.speed.peak_flops); without either `mfu` is null.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: int,
+        segment: int = 0,
+        after_step: int = 0,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.folder = Path(folder)
+        self.segment, self.world = segment, world
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._tensorboard, self._say = tensorboard, say
+        self._file = self._events = self._mirror = None
+        self._first_step: int | None = None  # of this life
+        self._uncharted: set[str] = set()  # fields and families without a chart
+        for name in records.HAVE:
+            records.make_way(self.folder / name, say)
+            records.repair(self.folder / name, say)
+        attempts.complete(self.folder)
+        self.life = attempts.next_number(self.folder)
+        if wandb is not None:
+            self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.life, say)
+        launch = {"launch": os.environ[attempts.LAUNCH]} if attempts.LAUNCH in os.environ else {}
+        self.event(
+            "began",
+            segment=segment,
+            after_step=after_step,
+            world=world,
+            started_unix_s=attempts.process_began_unix_s(),
+            **launch,
+        )
+        self.resume(after_step)
+        self._tell_damage()
+
+    def resume(self, after_step: int) -> None:
+        """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
+        self._close_files()
+        path = self.folder / METRICS
+        removed = records.truncate_after(path, self.segment, after_step)
+        if removed:
+            self._say(
+                f"{path}: removed {counted(removed, 'line')} past step {after_step}, to be"
+                " trained again"
+            )
+        chain = lineage_of(self.folder)
+        before = (
+            line
+            for _, line in records.newest_records(path, METRICS_HAVE)
+            if isinstance(line, dict)
+            and line["step"] <= after_step
+            and chain.holds(line["segment"], line["step"])
+        )
+        self._skipped_steps = next(before, {}).get("skipped_steps", 0)
+        self._after_step = after_step
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open while the run lasts
+        if self._tensorboard:
+            from runtime.log.event_files import EventFiles, missing, segment_folder
+
+            where = segment_folder(self.folder, self.segment)
+            try:
+                self._events = EventFiles(
+                    where, life=self.life, after_step=after_step, say=self._say
+                )
+            except OSError as error:
+                self._say(f"warning: {missing(error)}")
+
+    def _tell_damage(self) -> None:
+        """Put on record, once, what is no longer there of the record: a run goes on without."""
+        told = {event.get("text") for event in records.read_events(self.folder, "damaged_record")}
+        for text in records.losses(self.folder, self._after_step):
+            if text not in told:
+                self.event("damaged_record", text=text)
+                self._say(f"warning: {text}")
+
+    def describe(
+        self,
+        hyper_parameters: Mapping[str, Any],
+        texts: Mapping[str, str],
+        unrecorded: Collection[str] = (),
+    ) -> None:
+        """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
+
+        `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
+        file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
+        masked. Fields of `unrecorded` get no chart or column; nor does mfu where the peak is not
+        known. Those of GPUs and ranks get one with their first point.
+        """
+        if self._events is None:
+            return
+        has_mfu = self._flops_per_token is not None and self._peak_flops is not None
+        from runtime.log.event_files import FAMILIES, RESULTS
+
+        self._uncharted = {*unrecorded, *([] if has_mfu else ["mfu"]), *FAMILIES}
+        self._events.page(without=self._uncharted)
+        self._events.legend()
+        # The tab shows a dozen letters of it.
+        session = self.folder.name + (f".{self.segment}" if self.segment else "")
+        columns = {
+            field: column
+            for field, column in RESULTS.items()
+            if field.removeprefix("best_") not in self._uncharted
+        }
+        self._events.hyper_parameters(hyper_parameters, session, columns)
+        for name, content in texts.items():
+            language = Path(name).suffix.lstrip(".")
+            fenced = f"```{language}\n{redact(content, secret_values(os.environ)).rstrip()}\n```"
+            self._events.text(self._after_step, f"recipe/{name}", fenced)
+        if self._mirror is not None:
+            self._mirror.describe(hyper_parameters)
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float | None,
+        grad_norm: float | None,
+        lr: float,
+        tokens: int,
+        tokens_per_step: int,
+        targets: int,
+        times: StepTimes,
+        accumulation: int,
+        skipped: bool = False,
+        val_loss: float | None = None,
+        communication_bytes: Mapping[str, int] | None = None,
+        seq_len: int | None = None,
+        flops_per_token: float | None = None,
+    ) -> dict[str, Any]:
+        """Record one finished step, in plain numbers read one step late, and return its line.
+
+        `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
+        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
+        `communication_bytes` what was counted (runtime.engine.communication), by kind. `seq_len`
+        and
+        `flops_per_token` are those of the step where they change on the way. A tensor is a
+        TypeError: reading it here would make the device wait.
+        """
+        self._skipped_steps += bool(skipped)
+        device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
+        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
+        if not targets:  # nothing was trained on: no loss, which is not one that is not finite
+            loss = grad_norm = per_s = None
+        line = {
+            "step": step,
+            "segment": self.segment,
+            "life": self.life,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_step": tokens_per_step,
+            "targets": targets,
+            "tokens_per_s": per_s,
+            "tokens_per_s_per_rank": None if per_s is None else per_s / self.world,
+            "mfu": speed.mfu(
+                per_s, flops_per_token or self._flops_per_token, self._peak_flops, self.world
+            ),
+            "step_s": times.step_s,
+            "data_s": times.data_s,
+            "compute_s": times.compute_s,
+            "optimizer_s": times.optimizer_s,
+            "other_s": times.other_s,
+            "eval_s": times.eval_s,
+            "memory_gib": host_gib if device_gib is None else device_gib,
+            "host_memory_gib": host_gib,
+            "device_memory_gib": device_gib,
+            "skipped": bool(skipped),
+            "skipped_steps": self._skipped_steps,
+            "accumulation": accumulation,
+            "first_of_life": times.is_first,
+        }
+        if val_loss is not None:
+            line["val_loss"] = val_loss
+        if seq_len is not None:
+            line["seq_len"] = seq_len
+        if communication_bytes is not None:
+            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_bytes"] = dict(communication_bytes)
+        written = records.strict_line(line)
+        records.write_line(self._file, written)
+        line = records.parse_line(written)
+        if self._events is not None:
+            self._events.scalars(step, line)
+        if times.is_first:
+            self._first_step = step
+            self.event("first_step", step=step)
+            if self._events is not None:
+                self._events.scalars(step, goodput.series(self.folder))
+        return line
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        fields = {"segment": self.segment} | fields
+        records.record_event(self.folder, kind, life=self.life, **fields)
+
+    def devices(self, step: int, host: str, gpus: list[dict[str, Any]]) -> None:
+        """Record a reading of one host's GPUs: a line each in devices.jsonl, and their series."""
+        width = len(str(len(gpus) - 1))
+        for gpu in gpus:
+            fields = {"step": step, "host": host, **gpu}
+            fields["throttle_names"] = throttle_names(gpu.get("throttle", 0))
+            records.record(self.folder / DEVICES, segment=self.segment, life=self.life, **fields)
+            if self._events is not None:
+                place = f"node/{host}/gpu/{gpu['index']:0{width}d}"
+                series = {
+                    f"{place}/{field}": (gpu[field], meaning)
+                    for field, meaning in GPU_SERIES.items()
+                    if field in gpu
+                }
+                self._events.points(step, series)
+                self._chart(step, "node")
+
+    def ranks(self, step: int, own_s: list[float | None]) -> None:
+        """Record own seconds of a step of every rank, in order of rank: a line in ranks.jsonl, and
+        a series each."""
+        fields = {"step": step, "own_s": own_s}
+        records.record(self.folder / RANKS, segment=self.segment, life=self.life, **fields)
+        if self._events is not None:
+            width = len(str(len(own_s) - 1))
+            meaning = "seconds of a step in the rank's own work, without waiting for others"
+            series = {
+                f"rank/{rank:0{width}d}/own_s": (seconds, meaning)
+                for rank, seconds in enumerate(own_s)
+                if seconds is not None
+            }
+            self._events.points(step, series)
+            self._chart(step, "rank")
+
+    def _chart(self, step: int, family: str) -> None:
+        """Give a family of series its charts, now that it has a point."""
+        if family in self._uncharted:
+            self._uncharted.remove(family)
+            self._events.page(step, without=self._uncharted)
+
+    def card(self, step: int, kind: str, text: str) -> None:
+        """Put what somebody should know into TensorBoard's text tab."""
+        if self._events is not None:
+            self._events.text(step, f"alarms/{kind}", text)
+
+    def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
+        """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
+        size_gib = size_bytes / memory.GIB
+        fields = {
+            "checkpoint_gib": size_gib,
+            "checkpoint_s": seconds,
+            "checkpoint_stall_s": stall_s,
+            "checkpoint_gib_per_s": size_gib / seconds if seconds > 0 else None,
+        }
+        self.event("saved", step=step, **fields)
+        if self._events is not None:
+            self._events.scalars(step, fields)
+
+    def sync(self) -> None:
+        """Make all lines of steps durable. May be called beside `step`, from another thread."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, is_success: bool = True) -> dict[str, Any]:
+        """The last call: write the result metrics, close everything, return the summary."""
+        result = summary(self.folder, self.segment)
+        if self._events is not None:
+            step = result["last_step"] or self._after_step
+            if step != self._first_step:  # which has its point already
+                self._events.scalars(step, goodput.series(self.folder))
+            self._events.results(step, result)
+            self._events.end_session(is_success)
+        self.close()
+        return result
+
+    def close(self) -> None:
+        """Close the files without a result (a run that failed); closing twice is harmless."""
+        self._close_files()
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+
+    def _close_files(self) -> None:
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
+        self._file = self._events = None
+
+
+def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
+    """A run in numbers (`path`: its folder or metrics.jsonl): its newest segment, or `segment`.
+
+    Speeds are medians over steps, without the first step of each life (it compiles, allocates and
+    fills caches), with the quartiles as their spread; None where no other step was recorded. Peak
+    memory is the device's, or the host's where there is no device (`memory_of` says which). Losses
+    are None where they were not finite.
+    """
+    lines = read_metrics(path, segment, SUMMED)
+    if segment is None and lines:
+        lines = [line for line in lines if line["segment"] == lines[-1]["segment"]]
+    steady = [line for line in lines if not line["first_of_life"]]
+    evaluated = [line for line in lines if line.get("val_loss") is not None]
+    best = min(evaluated, key=lambda line: line["val_loss"], default={})
+    on_device = any(line["device_memory_gib"] is not None for line in lines)
+    p25, median, p75 = quartiles([line["tokens_per_s"] for line in steady])
+    last = lines[-1] if lines else {}
+    return {
+        "first_step": lines[0]["step"] if lines else None,
+        "last_step": last.get("step"),
+        "tokens": last.get("tokens", 0),
+        "skipped_steps": last.get("skipped_steps", 0),
+        "first_loss": lines[0]["loss"] if lines else None,
+        "last_loss": last.get("loss"),
+        "val_loss": evaluated[-1]["val_loss"] if evaluated else None,
+        "best_val_loss": best.get("val_loss"),
+        "best_val_step": best.get("step"),
+        "tokens_per_s": median,
+        "tokens_per_s_p25": p25,
+        "tokens_per_s_p75": p75,
+        "mfu": quartiles([line["mfu"] for line in steady])[1],
+        "step_s": quartiles([line["step_s"] for line in steady])[1],
+        "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
+        "memory_of": "device" if on_device else "host",
+        "num_steady_steps": len(steady),
+    }
+
+
+def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:
+    """25th percentile, median, 75th percentile of the values that are known."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return (known[0],) * 3 if known else (None,) * 3
+    return tuple(statistics.quantiles(known, n=4, method="inclusive"))
+
+
+def hyper_parameters(recipe, layout, **facts: Any) -> dict[str, Any]:
+    """What tells runs apart, a flat mapping for the hyper-parameters tab.
+
+    From the recipe and the layout, plus `facts` (num_parameters, swept knobs). The first few are
+    what the tab shows at once; the whole recipe is in TensorBoard's text tab.
+    """
+    return {
+        "zero": str(recipe.zero),
+        "ranks": layout.world,
+        "micro_batch": layout.micro_batch,
+        "precision": recipe.precision,
+        "lr": recipe.optim.lr,
+        "data_parallel": layout.data,
+        "tensor_parallel": layout.tensor,
+        "pipeline_stages": layout.pipeline,
+        "context_parallel": layout.context,
+        "batch_tokens": str(recipe.batch_tokens),
+        "seq_len": recipe.seq_len,
+        "recompute": recipe.recompute,
+        "compile": recipe.compile,
+        "schedule": recipe.optim.schedule,
+        "warmup": str(recipe.warmup),
+        "seed": recipe.seed,
+        **facts,
+    }

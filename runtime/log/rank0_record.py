@@ -1,0 +1,288 @@
+"""What rank 0 keeps of a run while it trains: metrics, events, ledger, console.
+
+    loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
+         -> skipped, saved, close          -> events.jsonl
+         -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
+
+The one rule: only this reads device scalars, one step after they were made. Units as in
+runtime.log.metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from base.errors import UserError
+from checkpoint.format.epochs import Fenced
+from checkpoint.load.allowed_changes import Change
+from checkpoint.save.commit import SaveReport
+from model.cost import flops_per_token
+from recipes.schema import Recipe
+from record import run_folder
+from record.alerts import Alerts
+from record.requests import AskedEarly
+from runtime.engine.engine import StepResult
+from runtime.health.verdict import Judgement, Verdict
+from runtime.log.console import Console, summary_text
+from runtime.log.metrics import MetricsWriter, hyper_parameters
+from runtime.monitor.clock import Span
+from runtime.monitor.hardware import DeviceReading, RankTimes, Said
+from runtime.monitor.speed import peak_flops
+from runtime.process.process import Process
+from runtime.resolve import Settled
+from runtime.saving import Note
+
+# What is found at a save and cannot wait until somebody looks.
+PASSED_ON = ("save_stuck", "drift")
+
+
+class Ledger(Protocol):
+    """`data.stream.ledger.Ledger`, as far as it is used here."""
+
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step that was launched and whose scalars are still to be read; `data` is its StepData."""
+
+    data: Any
+    lr: float
+    result: StepResult
+    span: Span
+    val_loss: torch.Tensor | None
+    communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
+
+
+class Record:
+    """Files and display of one life of a run, from the step after `after_step` on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        settled: Settled,
+        process: Process,
+        ledger: Ledger,
+        tokens_after: Callable[[int], int],
+        after_step: int,
+        segment: int,
+    ):
+        self.ledger, self.tokens_after = ledger, tokens_after
+        self.is_closed = False
+        self._is_told = self._is_failing = False
+        name = recipe.run + (f" segment {segment}" if segment else "")
+        self.console = Console(
+            name, settled.last_step, after_step=after_step, every=recipe.log.every
+        )
+        self._warms_up = bool(recipe.seq_len_warmup)
+        self._flops_per_token = functools.cache(functools.partial(flops_per_token, recipe.model))
+        device = run_folder.device_name(process.device)
+        self.writer = MetricsWriter(
+            folder,
+            world=settled.layout.world,
+            segment=segment,
+            after_step=after_step,
+            flops_per_token=settled.flops_per_token,
+            peak_flops=peak_flops(device, recipe.cluster.peak_tflops),
+            tensorboard=recipe.log.tensorboard,
+            wandb=recipe.log.wandb,
+            say=self.console.say,
+        )
+        self.alert = Alerts(recipe.run, recipe.alerts, self.writer.event, self.console.say)
+        self.writer.describe(
+            hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
+            {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
+            unrecorded=[
+                *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
+                *(() if recipe.log.communication else ("communication_mib",)),
+            ],
+        )
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Print lines of their own."""
+        for line in lines:
+            self.console.say(line)
+
+    def write(self, finished: Finished) -> None:
+        """Read the scalars of a step and put them on record."""
+        data, result = finished.data, finished.result
+        line = self.writer.step(
+            data.step,
+            loss=float(result.loss),
+            grad_norm=float(result.grad_norm),
+            lr=finished.lr,
+            tokens=self.tokens_after(data.step),
+            tokens_per_step=data.num_tokens,
+            targets=result.targets,
+            times=finished.span.times(),
+            accumulation=len(data.micro_batches),
+            skipped=result.skipped,
+            val_loss=None if finished.val_loss is None else float(finished.val_loss),
+            communication_bytes=finished.communication_bytes,
+            seq_len=data.length if self._warms_up else None,
+            flops_per_token=self._flops_per_token(data.length),
+        )
+        self.console.step(line)
+
+    def sync(self) -> None:
+        """Make durable what was written of steps: it must outlive a power cut that a checkpoint of
+        a later step outlives."""
+        self.writer.sync()
+        self.ledger.sync()
+
+    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
+        try:
+            self._hardware(step, news)
+        except OSError as error:  # a full disk costs these, and no run
+            if not self._is_told:
+                self._is_told = True
+                self.console.say(f"warning: readings of the hardware are not recorded: {error}")
+
+    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+        for one in news:
+            if isinstance(one, DeviceReading):
+                self.writer.devices(step, one.host, one.gpus)
+            elif isinstance(one, RankTimes):
+                self.writer.ranks(one.step, one.own_s)
+            else:
+                facts = {"step": step, **one.facts}
+                if one.kind == "notice" or one.is_quiet:
+                    facts |= {"is_quiet": True} if one.is_quiet else {}
+                    self.writer.event(one.kind, text=one.text, **facts)
+                    if not one.is_quiet:
+                        self.console.say(f"warning: {one.text}")
+                else:
+                    self.alert(one.kind, one.text, **facts)
+                    self.writer.card(facts["step"], one.kind, one.text)
+
+    def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
+        """Put on record from which checkpoint this life goes on, and what differs from it."""
+        for path, problems in loaded.damaged:
+            for kind in sorted({problem.kind for problem in problems}):
+                lines = [problem for problem in problems if problem.kind == kind]
+                self.writer.event(
+                    "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
+                )
+            text = f"{path.name} is damaged and was passed over: {problems[0]}"
+            self.console.say(f"warning: {text}")
+            self._pass_on("damaged_checkpoint", text)
+        if loaded.unnamed:
+            self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
+            self.console.say(
+                f"warning: in the checkpoint of step {loaded.step} lie files that are none of its"
+                f" own and were not read: {', '.join(loaded.unnamed[:3])}"
+            )
+        changed = {change.key: [change.stored, change.now] for change in changes}
+        self.writer.event(
+            "resumed",
+            step=loaded.step,
+            load_s=round(loaded.seconds, 3),
+            bytes_of_rank_0=loaded.bytes,
+            changes=changed,
+        )
+        self.console.say(f"going on from checkpoint step {loaded.step} ({loaded.seconds:.1f} s)")
+        for key, (stored, now) in changed.items():
+            self.console.say(f"changed since the checkpoint: {key} {stored} -> {now}")
+
+    def quarantined(self, data: Any) -> None:
+        """Put the samples of a step that touched a damaged block on record."""
+        self.writer.event(
+            "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
+        )
+        self.console.say(
+            f"warning: step {data.step}: {len(data.quarantined)} samples touch a damaged block of"
+            " their corpus and give no loss (data.on_damage=quarantine)"
+        )
+
+    def bad_step(self, data: Any, was_skipped: bool, judgement: Judgement) -> None:
+        """Put a step that did not move the weights, or is an outlier, on record, with the samples
+        that made it; of other trouble no single step is to blame."""
+        if not was_skipped and judgement.verdict != Verdict.GO_ON:
+            return
+        reason = judgement.reason
+        if not data.is_update:
+            reason = "no target is left" if not data.num_targets else "data.skip"
+        self.writer.event(
+            "skipped" if was_skipped else "outlier",
+            step=data.step,
+            data_step=data.data_step,
+            samples=list(data.sample_range),
+            in_a_row=judgement.health.skips_in_a_row if data.is_update else 0,
+            reason=reason,
+            verdict=str(judgement.verdict),
+        )
+        if data.is_update:
+            done = "skipped" if was_skipped else "not skipped (health.outliers=keep)"
+            self.console.say(f"step {data.step}: {reason}: {done}")
+
+    def tell(self, news: SaveReport | Note) -> None:
+        """Put on record what became of a save, or what was found at one."""
+        if isinstance(news, SaveReport):
+            self.saved(news)
+        else:
+            self.writer.event(news.kind, **news.facts)
+            loud = "" if news.kind == "interval" else "warning: "
+            self.console.say(f"{loud}{news.text}")
+            if news.kind in PASSED_ON:
+                self._pass_on(news.kind, news.text)
+
+    def saved(self, report: SaveReport) -> None:
+        """Put a save on record: size, time, stall, bandwidth; or why there is none."""
+        was_failing, self._is_failing = self._is_failing, not report.ok
+        if report.ok:
+            self.writer.saved(report.step, report.bytes, report.seconds, report.stall_s)
+            for note in report.notes:
+                self.console.say(f"checkpoint step {report.step}: {note}")
+        else:
+            self.writer.event("save_failed", step=report.step, problem=report.problem)
+            text = f"no checkpoint of step {report.step}: {report.problem}"
+            self.console.say(f"warning: {text}")
+            if not was_failing:  # of several in a row the first
+                self._pass_on("save_failed", text)
+
+    def _pass_on(self, kind: str, text: str) -> None:
+        """Tell people of what is on record and shown."""
+        self.alert.pass_on(kind, f"{self.alert.run}: {text}")
+
+    def ended(self, error: BaseException) -> None:
+        """Put on record why this life ends before its last step, unless that is there already."""
+        if self.is_closed:
+            return
+        if isinstance(error, Fenced):  # the record is another life's now
+            self.console.close()
+            return
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, UserError):
+            cause = "gave_up"  # it had begun, and another start would end alike
+        if isinstance(error, AskedEarly):
+            cause = error.ending.cause
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            self.writer.event(cause, reason=str(error) or type(error).__name__)
+            self.alert.close()
+            self.writer.close()
+        self.console.close()
+
+    def close(self, cause: str, **facts: Any) -> None:
+        """Finish every file and print the run's numbers; `facts` go on record with the cause."""
+        self.writer.event(cause, **facts)
+        self.is_closed = True
+        self.alert.close()
+        summary = self.writer.finish(is_success=cause == "finished")
+        self.ledger.close()
+        self.console.close()
+        self.console.say(summary_text(summary))
+        if cause != "finished" and "is_saved" in facts:
+            saved = "saved" if facts["is_saved"] else "not saved"
+            self.console.say(
+                f"{cause} after step {facts['step']}, {saved}; the same command goes on"
+            )

@@ -1,0 +1,338 @@
+"""This process among the others: its rank, its device, the process group.
+
+Three ways to be started, one result: by torchrun (RANK, WORLD_SIZE, LOCAL_RANK), by SLURM's srun
+(SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or alone. The one rule: only this file reads the
+launcher's variables. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import glob
+import hashlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from base.cores import allow_open_files, usable
+from base.errors import Shared, UserError
+from base.paths import CACHE
+from base.redaction import redact, secret_values
+from base.values import counted
+from recipes.schema import Cluster
+from record.trust import keep_to_owner
+from runtime.engine import builds
+from runtime.process import rendezvous
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CLAIMS: list[socket.socket] = []  # names held until this process ends
+FIRST_SAYS_S = 10.0  # how much later than another rank the first one may find the same problem
+PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank. `local_world` ranks share this host."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0, the one that writes."""
+        return self.rank == 0
+
+
+def launched_world() -> int:
+    """Number of ranks that the launcher started; 1 when there is no launcher."""
+    return _number("WORLD_SIZE", "SLURM_NTASKS" if _under_srun() else None, default=1)
+
+
+def launched_rank() -> int:
+    """Global rank given by the launcher; 0 when there is no launcher."""
+    return _number("RANK", "SLURM_PROCID", default=0)
+
+
+def check_launcher() -> None:
+    """Raise UserError where the launcher's variables name no rank of a world."""
+    world, rank = launched_world(), launched_rank()
+    _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    if rank >= world:
+        raise UserError(
+            f"RANK={rank} is not below WORLD_SIZE={world} in the environment; unset both to train"
+            " on one rank, or start with torchrun, srun or make pretrain"
+        )
+
+
+def start(cluster: Cluster) -> Process:
+    """Join the process group and choose device and threads.
+
+    Raises UserError when the device that the recipe asks for cannot be used.
+    """
+    world, rank = launched_world(), launched_rank()
+    local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    local_world = _number("LOCAL_WORLD_SIZE", None, default=min(world, _slurm_tasks_per_node()))
+    device = choose_device(cluster, local_rank, local_world)
+    die_with_launcher()
+    keep_to_owner()
+    allow_open_files()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(num_threads(cluster, local_world))
+    ports = rendezvous.ports(os.environ)
+    _export(rank, world, local_rank, local_world, ports[0], device)
+    options = {}
+    if world == 1:
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif not rendezvous.has_agent_store():
+        name = rendezvous.job_name(os.environ, world)
+        address = os.environ["MASTER_ADDR"]
+        store = rendezvous.meet(address, ports, name, rank, world, cluster.timeout_s)
+        options = {"store": store, "rank": rank, "world_size": world}
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=cluster.timeout_s),
+        **options,
+    )
+    return Process(rank, world, local_rank, local_world, device)
+
+
+def die_with_launcher() -> None:
+    """Ask Linux to kill this rank when the torchrun agent that started it dies.
+
+    The agent gives each rank a session of its own, so nothing else would end a rank whose agent
+    was killed, and it would go on writing the run.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != PARENT:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.device:
+    """cuda:<local rank> or cpu, as the recipe and the machine allow.
+
+    Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that
+    this torch cannot use: training on the CPU beside an idle GPU is never what was meant.
+    """
+    if cluster.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_world > count:
+            raise UserError(
+                f"{local_world} ranks were started on a host that shows {counted(count, 'GPU')};"
+                " start at most"
+                f" {count} on it (NPROC={count}), or set cluster.device=cpu"
+            )
+        return torch.device("cuda", local_rank)
+    seen = visible_gpus()
+    if seen and torch.version.cuda is None and torch.version.hip is None:
+        raise UserError(
+            f"a GPU is visible ({seen[0]}) but torch {torch.__version__} is a CPU build; install a"
+            " CUDA build of torch in this interpreter, choose another one with PYTHON=..., or set"
+            " cluster.device=cpu to train on the CPU"
+        )
+    if cluster.device == "cuda":
+        raise UserError(
+            f"cluster.device=cuda but torch {torch.__version__} sees no CUDA device; check the"
+            " driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+        )
+    return torch.device("cpu")
+
+
+def num_threads(cluster: Cluster, local_world: int) -> int:
+    """Threads of this rank: the recipe's, else OMP_NUM_THREADS (which launchers set where nobody
+    has), else its share of the cores."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if cluster.threads is None and chosen.isdecimal() and int(chosen):
+        return int(chosen)
+    return cluster.threads or max(1, usable() // local_world)
+
+
+def visible_gpus() -> list[str]:
+    """Device files of NVIDIA GPUs, unless CUDA_VISIBLE_DEVICES hides them all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    return sorted(
+        path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)
+    )
+
+
+def first_does(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0 and return what it gives, None elsewhere.
+
+    If it raises UserError there, every rank raises it, so that none waits.
+    """
+    result, problems = None, [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except UserError as error:
+            problems = [error.problems]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0]:
+        raise Shared(*problems[0])
+    return result
+
+
+def report(error: UserError) -> None:
+    """Print what the user can put right, and no more often than it helps.
+
+    Before the ranks have joined, most problems are found by all ranks of a host, and one of them
+    prints each. Later a problem is either shared, and rank 0 prints it, or one rank's own.
+    """
+    try:
+        rank = launched_rank()
+        local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+        is_alone = launched_world() == 1
+    except UserError:  # which is what is reported
+        rank, local_rank, is_alone = 0, 0, True
+    if isinstance(error, Shared):
+        is_printed = rank == 0
+    else:
+        is_printed = dist.is_initialized() or is_alone or _is_first_to_say(error, local_rank)
+    if is_printed:
+        where = f"rank {rank}: " if rank else ""
+        for problem in error.problems:
+            shown = redact(problem, secret_values(os.environ))
+            print(f"refused: {where}{shown}", file=sys.stderr, flush=True)
+
+
+def _is_first_to_say(error: UserError, local_rank: int) -> bool:
+    """Whether no other rank of this host says the same words.
+
+    The first takes a name that the kernel frees when it ends. The first rank of a host speaks at
+    once; when it ends, the launcher ends the others. Those give it the time to do both, and speak
+    only if they live on: the problem is theirs alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return local_rank == 0
+    words = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
+    name = f"\0pretrain-{PARENT}-{words}"
+    if local_rank > 0 and _is_said_soon(name):
+        return False
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(name)
+    except OSError:
+        return False
+    CLAIMS.append(claim)
+    return True
+
+
+def print_without_secrets(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """`sys.excepthook`: a traceback shows lines and messages that may hold one."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(redact(text, secret_values(os.environ)), file=sys.stderr, end="", flush=True)
+
+
+def _is_said_soon(name: str) -> bool:
+    """Wait for another rank to take the name, or for the launcher's SIGTERM to end this one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    deadline = time.monotonic() + FIRST_SAYS_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                probe.connect(name)
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+
+
+def finish() -> None:
+    """Leave the process group; without it torchrun sometimes reports a failed exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, when everything is written, without the interpreter's shutdown.
+
+    Threads of gloo outlive the process group as long as anything refers to it, as DeepSpeed's
+    globals do. One that lets go of a tensor while the interpreter shuts down needs its lock, is
+    ended by it in the middle of C++, and the finished run aborts ("terminate called without an
+    active exception").
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
+            stream.flush()
+    os._exit(status)
+
+
+def _under_srun() -> bool:
+    """An interactive or batch shell inside a SLURM job has SLURM_NTASKS too, but no step."""
+    return "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
+
+
+def _number(name: str, slurm_name: str | None, default: int) -> int:
+    for known in (name, slurm_name if _under_srun() else None):
+        if known and known in os.environ:
+            text = os.environ[known]
+            if not text.isdigit():
+                raise UserError(f"{known}={text!r} in the environment is not a number; unset it")
+            return int(text)
+    return default
+
+
+def _slurm_tasks_per_node() -> int:
+    """SLURM_NTASKS_PER_NODE, or the first count of SLURM_TASKS_PER_NODE such as `8(x4)`."""
+    text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    found = re.match(r"\d+", text)
+    return int(found.group()) if found else 1_000_000
+
+
+def _export(
+    rank: int, world: int, local_rank: int, local_world: int, port: int, device: torch.device
+) -> None:
+    """Set what torch.distributed and DeepSpeed read, where the launcher has not."""
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world,
+        "MASTER_ADDR": _slurm_first_host() if _under_srun() else "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    have_home()
+    builds.prepare()
+
+
+def have_home() -> None:
+    """Give a user without a home (HOME unset, no name) one in .cache/: libraries would put what
+    they build into a folder `~` of the working directory."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = str(CACHE / "home")
+
+
+def _slurm_first_host() -> str:
+    """First host of SLURM_STEP_NODELIST: `gpu[03-04,9]-ib` -> `gpu03-ib`."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "127.0.0.1")
+    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    prefix, first, suffix = found.groups(default="")
+    return prefix + first + suffix

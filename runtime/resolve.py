@@ -1,0 +1,140 @@
+"""Everything that follows from a recipe, a number of ranks and the batch schedule, worked out once.
+
+    recipe x world x schedule -> layout, DeepSpeed JSON, length of the run, warm-up, warnings
+
+The one rule: a pure function without torch. The launcher calls it to refuse, every rank calls it to
+run, `make show` calls it to print; all three see the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from base.errors import UserError
+from base.values import as_int
+from model.cost import flops_per_token, num_parameters
+from parallel.communication_volume import gathers
+from parallel.layout import Layout, solve
+from recipes.schema import Recipe
+from runtime.ds_config.merge import EngineConfig, ds_problems, engine_config, load_preset
+from runtime.engine.learning_rate import warmup_steps
+
+# Compute-optimal tokens per parameter (Hoffmann et al. 2022, table A3, about 20 at every size), and
+# how far from it a run is worth a warning.
+CHINCHILLA = 20
+FAR_BELOW, FAR_ABOVE = 4, 100
+
+
+class Schedule(Protocol):
+    """What is needed of `data.schedule.Schedule`."""
+
+    def steps_for(self, tokens: int) -> int: ...
+    def tokens_after(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The plan of a run: `total_steps` is what the schedule spans, `last_step` where it ends."""
+
+    layout: Layout
+    engine: EngineConfig
+    total_steps: int
+    last_step: int
+    warmup_steps: int
+    num_parameters: int
+    flops_per_token: float
+    warnings: list[str]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON."""
+        return self.engine.json
+
+
+def settle(recipe: Recipe, world: int, schedule: Schedule) -> Settled:
+    """The plan of `recipe` on `world` ranks. Raises UserError with every problem."""
+    problems: list[str] = []
+    parameters = num_parameters(recipe.model)
+    total_steps = attempt(problems, lambda: length_in_steps(recipe, schedule, parameters))
+    warmup = attempt(problems, lambda: warmup_steps(recipe.warmup, total_steps or 2**62))
+    preset = attempt(problems, lambda: load_preset(recipe.zero))
+    layout = engine = None
+    if preset:
+        layout = attempt(problems, lambda: solve(recipe, world, preset.stage))
+    if layout:
+        engine = attempt(problems, lambda: json_for(recipe, layout))
+    else:
+        problems += ds_problems(recipe.ds)
+    if problems:
+        raise UserError(*problems)
+    return Settled(
+        layout=layout,
+        engine=engine,
+        total_steps=total_steps,
+        last_step=min(total_steps, recipe.stop_after or total_steps),
+        warmup_steps=warmup,
+        num_parameters=parameters,
+        flops_per_token=flops_per_token(recipe.model, recipe.seq_len),
+        warnings=[
+            *budget_warnings(schedule.tokens_after(total_steps), parameters),
+            *layout_warnings(recipe, layout, engine.json),
+        ],
+    )
+
+
+def attempt(problems: list[str], action):
+    """The action's value, or None after its problems have been added to the list."""
+    try:
+        return action()
+    except UserError as error:
+        problems += error.problems
+        return None
+
+
+def json_for(recipe: Recipe, layout: Layout) -> EngineConfig:
+    """The DeepSpeed JSON under a layout."""
+    return engine_config(
+        recipe,
+        data_size=layout.zero_ranks,
+        accumulation=layout.accumulation[0][1],
+        accumulates=layout.accumulates,
+    )
+
+
+def length_in_steps(recipe: Recipe, schedule: Schedule, parameters: int) -> int:
+    """Steps of the whole run, from `steps` or from `tokens`. Raises UserError."""
+    if recipe.steps is not None:
+        return recipe.steps
+    if recipe.tokens == "chinchilla":
+        return schedule.steps_for(CHINCHILLA * parameters)
+    tokens = as_int(recipe.tokens)
+    if tokens < 1:
+        raise UserError(f"tokens={recipe.tokens} is no length; give a number above 0")
+    return schedule.steps_for(tokens)
+
+
+def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> list[str]:
+    """Lines about a legal layout that costs more than it may seem."""
+    lines = []
+    if layout.stage == 3 and layout.tensor > 1:
+        count, size = gathers(recipe, layout, json)
+        if count:
+            lines.append(
+                f"zero={recipe.zero} with parallel.tensor={layout.tensor}: up to {count} gathers"
+                f" of {size / 2**20:,.1f} MiB in all in every micro-batch, besides those of tensor"
+                " parallelism; zero=1 gathers weights once per step, if their state fits"
+            )
+    return lines
+
+
+def budget_warnings(tokens: int, parameters: int) -> list[str]:
+    """A line when the run is far from the compute-optimal number of tokens."""
+    ratio = tokens / parameters
+    if FAR_BELOW <= ratio <= FAR_ABOVE:
+        return []
+    side = "below" if ratio < CHINCHILLA else "above"
+    return [
+        f"{ratio:.3g} tokens per parameter, far {side} the compute-optimal {CHINCHILLA}"
+        f" (tokens=chinchilla: {CHINCHILLA * parameters:,} tokens)"
+    ]

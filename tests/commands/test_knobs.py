@@ -1,0 +1,89 @@
+"""`make knobs`, and: every knob is read by some code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from commands import knobs
+from recipes.check import knob_names
+from recipes.schema import (
+    Alerts,
+    Cluster,
+    Data,
+    Health,
+    Log,
+    Model,
+    Optim,
+    Parallel,
+    Recipe,
+    Source,
+    Watch,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
+CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
+
+
+def source_files() -> list[Path]:
+    found = []
+    for name in CODE:
+        path = ROOT / name
+        found += [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def reads() -> set[str]:
+    """Names that code outside recipes/ takes from an object: `x.name`, or getattr(x, "name")."""
+    names = set()
+    for path in source_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+                names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return names
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_knob_is_read_by_some_code(cls, reads):
+    unread = [field.name for field in dataclasses.fields(cls) if field.name not in reads]
+    assert not unread
+
+
+def test_every_knob_says_what_it_means_and_in_which_unit():
+    for name, field in knob_names().items():
+        assert field.metadata["meaning"], name
+    assert knob_names()["seq_len"].metadata["unit"] == "tokens"
+
+
+def test_find_looks_in_names_and_meanings(capsys):
+    assert knobs.main(["--find", "lr"]) == 0
+    out = capsys.readouterr().out
+    assert "optim.lr" in out
+    assert "peak learning rate" in out
+    assert "required" in out
+    assert knobs.main(["--find", "model.vocab_size"]) == 0
+    assert ">= 2, <= 2^31 - 1 " in capsys.readouterr().out
+    assert "micro_batch" not in out
+    assert knobs.main(["--find", "bucket"]) == 0
+    assert "ds.zero_optimization.reduce_bucket_size" in capsys.readouterr().out
+
+
+def test_everything_is_listed_once():
+    names = [row[0] for row in knobs.all_rows()]
+    assert len(names) == len(set(names))
+    assert {"model", "run", "data.sources.NAME.weight", "ds.bf16.immediate_grad_update"} <= set(
+        names
+    )
+    assert "ds.gradient_clipping" not in names  # optim.clip owns it
+
+
+def test_nothing_found_is_said_and_fails(capsys):
+    assert knobs.main(["--find", "xyzzy"]) == 93
+    assert "xyzzy" in capsys.readouterr().err

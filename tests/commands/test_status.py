@@ -1,0 +1,386 @@
+"""make status, events, stop, goodput; a run that hangs, is preempted and is stopped for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from clones import SMALL, make_clone
+from ranks import PATIENCE, environment
+
+from commands import events, status, stop
+from commands import goodput as goodput_command
+from record import goodput, presence, requests
+from record.records import read_events, read_metrics, record_event
+from record.supervisor_log import Book
+from runtime.log.event_files import segment_folder
+
+COMMANDS = {"status": status, "events": events, "stop": stop, "goodput": goodput_command}
+RECIPE = "run: mine\nsteps: 50\nresume: fresh\ncheckpoint:\n  interval: 10\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A run that has begun, with two steps on record."""
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "runs" / "mine"
+    made.mkdir(parents=True)
+    (made / "recipe.yaml").write_text(RECIPE)
+    (made / "layout.json").write_text(json.dumps({"places": [{}, {}]}))
+    record_event(made, "began", life=1, after_step=0, world=2)
+    lines = [
+        dict(
+            step=step, segment=0, life=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
+            eval_s=0.0, tokens_per_s=1024.0, first_of_life=step == 1, skipped=False, targets=9,
+        )
+        for step in (1, 2)
+    ]  # fmt: skip
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+@pytest.fixture
+def held(folder):
+    """Somebody writes the run."""
+    with open(folder / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def over(folder: Path, cause: str, **fields) -> None:
+    """The line of a life that is over."""
+    seconds = {"start": 3.0, "detect": 1.0}
+    known = dict(from_step=0, last_step=2, saved_step=None, rank=1, host="node2", seconds=seconds)
+    times = dict(began_unix_s=time.time() - 60, ended_unix_s=time.time() - 5)
+    record_event(folder, "life", life=1, cause=cause, **(known | times | fields))
+
+
+def said(capsys, *words: str) -> str:
+    assert COMMANDS[words[0]].main(list(words[1:])) == 0
+    return capsys.readouterr().out
+
+
+def test_status_says_what_a_living_run_is_doing(folder, held, capsys):
+    seen = dict(phase="evaluate", step=2, unix_s=time.time(), host="vm", pid=7)
+    (folder / presence.SHOWN).write_text(json.dumps(seen))
+    record_event(folder, "save_failed", life=1, step=2, problem="disk full")
+    quiet = dict(step=1, text="no GPU readings: this run is on the CPU", is_quiet=True)
+    record_event(folder, "notice", life=1, **quiet)
+    out = said(capsys, "status", "mine")
+    for part in (
+        "mine runs, life 1: phase evaluate, step 2 of 50",
+        "process 7 on vm",
+        "loss 2.5000",
+        "1,024 tokens/s",
+        "24 s left",
+        "no checkpoint yet",
+        "alarms: 1",
+        "disk full",
+    ):
+        assert part in out, part
+
+
+def test_status_says_how_a_dead_run_ended_and_the_next_command(folder, capsys):
+    over(folder, "hung", why="hung in phase save of step 2: silent for 12 s (limit 10 s)")
+    out = said(capsys, "status", "mine")
+    assert "mine does not run; it ended 0 s ago" in out
+    assert "hung, rank 1 of node2: hung in phase save of step 2" in out
+    # The recipe on record says resume=fresh, which would set this very folder aside.
+    assert "NPROC=2 OVERRIDES=resume=auto" in out
+    assert "from the start: nothing was saved" in out
+    assert "failures: 1" in out
+
+
+def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
+    record_event(folder, "finished", life=1, step=50)
+    over(folder, "finished", rank=None, host=None)
+    out = said(capsys, "status", "mine")
+    assert "nothing is left to train" in out
+    assert "make pretrain" not in out
+
+
+def test_status_of_a_run_that_was_killed_on_its_way_out_sends_nobody_to_train_either(folder):
+    over(folder, "killed")
+    saved = dataclasses.replace(status.state_of(folder), saved=(50, time.time()))
+    assert "nothing is left to train" in "\n".join(status.describe(saved))
+    assert "make pretrain" in "\n".join(
+        status.describe(dataclasses.replace(saved, saved=(49, time.time())))
+    )
+
+
+def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
+    record_event(folder, "gave_up", life=1, reason="shard.bin: block 3 is damaged")
+    over(folder, "gave_up")
+    out = said(capsys, "status", "mine")
+    assert "reason: shard.bin: block 3 is damaged" in out
+    assert "next: mend what the reason names" in out
+    assert "failures: 0" in out
+    assert "alarms: none" in out
+
+
+def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
+    assert "left no word" in said(capsys, "status", "mine")
+
+
+def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsys):
+    stall = dict(checkpoint_gib=0.5, checkpoint_s=2.0, checkpoint_stall_s=0.25)
+    record_event(folder, "saved", life=1, step=10, **stall)
+    record_event(folder, "thunder", life=1, strikes=3, where=None, far=[1, 2 / 3])
+    over(folder, "killed")
+    record_event(folder, "slow_rank", life=2, step=9, text="rank 1 is slow", rank=1, own_s=0.5)
+    record_event(folder, "finished", life=2, step=10, is_saved=True, peak_memory_gib=[1, 2.345])
+    lines = said(capsys, "events", "mine").splitlines()
+    assert len(lines) == 6
+    assert lines[4].endswith("slow_rank    rank 1 is slow (step 9)")
+    assert lines[5].endswith("finished     step 10, saved, at most 2.35 GiB a rank")
+    assert "began        from the start, 2 ranks" in lines[0]
+    assert "saved        step 10, 512.0 MiB in 2.00 s, training stood 0.25 s" in lines[1]
+    assert lines[2].endswith("thunder      strikes 3, far [1, 0.6667]")
+    assert "killed, rank 1 of node2; steps 1 to 2, nothing saved" in lines[3]
+    chosen = said(capsys, "events", "mine", "--kind", "saved,life").splitlines()
+    assert chosen == [lines[1], lines[3]]
+
+
+def test_events_are_followed_until_the_run_ends(folder, capsys, monkeypatch):
+    """What is added meanwhile is printed, a torn line when it is whole."""
+    monkeypatch.setattr(events, "LOOK_S", 0.01)
+    living = iter([True, True, False, False])
+    path = folder / "events.jsonl"
+
+    def is_living(_):
+        alive = next(living, False)
+        if alive:
+            with open(path, "a") as file:
+                file.write('{"time": "2026-01-02T03:04:05.678Z", "kind": "rain", ')
+                file.write('"life": 1, "mm": 2}\n')
+        return alive
+
+    monkeypatch.setattr(events, "is_living", is_living)
+    out = said(capsys, "events", "mine", "--follow")
+    assert out.count("2026-01-02 03:04:05  life 1    rain         mm 2") == 2
+
+
+def test_stop_says_when_nothing_runs_and_leaves_no_request(folder, capsys):
+    over(folder, "finished")
+    assert "mine does not run" in said(capsys, "stop", "mine")
+    assert requests.read_request(folder) is None
+
+
+def test_stop_reaches_a_launcher_that_waits_between_two_lives(folder, capsys):
+    over(folder, "killed")
+    assert "will not" in said(capsys, "stop", "mine")
+    assert requests.read_request(folder) is not None
+
+
+def test_stop_waits_for_the_end_and_says_whether_it_was_saved(folder, held, capsys, monkeypatch):
+    monkeypatch.setattr(stop, "LOOK_S", 0.01)
+
+    def obey():
+        while (wanted := requests.read_request(folder)) is None:
+            time.sleep(0.01)
+        assert not wanted["now"]
+        record_event(folder, "stopped", life=1, step=3, is_saved=True)
+        requests.forget(folder)
+        held.close()
+
+    run = threading.Thread(target=obey)
+    run.start()
+    out = said(capsys, "stop", "mine")
+    run.join()
+    assert out.endswith("stopped after step 3, saved\n")
+
+
+def test_stop_fails_where_the_run_ended_otherwise(folder, held, capsys, monkeypatch):
+    monkeypatch.setattr(stop, "LOOK_S", 0.01)
+
+    def die():
+        while requests.read_request(folder) is None:
+            time.sleep(0.01)
+        record_event(folder, "failed", life=1, reason="disk full")
+        requests.forget(folder)
+        held.close()
+
+    run = threading.Thread(target=die)
+    run.start()
+    assert stop.main(["mine", "--now"]) == 1
+    run.join()
+    assert "ended otherwise" in capsys.readouterr().err
+
+
+def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, monkeypatch):
+    """Before its first rank, and between two lives."""
+    monkeypatch.setattr(stop, "LOOK_S", 0.01)
+    over(folder, "killed")
+    held = presence.attend(folder)
+    assert presence.attend(folder) is None
+    out = said(capsys, "status", "mine")
+    assert f"its launcher (process {os.getpid()} on " in out
+    assert "make pretrain" not in out
+
+    def obey():
+        while requests.read_request(folder) is None:
+            time.sleep(0.01)
+        assert Book(folder).stop_is_asked()
+        held.close()
+
+    launcher = threading.Thread(target=obey)
+    launcher.start()
+    out = said(capsys, "stop", "mine")
+    launcher.join()
+    assert out.endswith("stopped between two lives\n")
+
+
+def test_goodput_tells_where_the_time_of_a_run_without_a_step_went(folder, capsys):
+    (folder / "metrics.jsonl").unlink()
+    over(folder, "failed", last_step=0)
+    out = said(capsys, "goodput", "mine")
+    assert re.search(r"start +3\.0 ", out)
+    assert re.search(r"detect +1\.0 ", out)
+    assert "no step is on record yet: nothing to compute an interval from" in out
+
+
+@pytest.mark.parametrize("verb", ["status", "events", "goodput"])
+@pytest.mark.parametrize("line", [b'{"time": ', b"[1]", b"\0\0\0", b'{"kind": "x"}', b"\xff"])
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, verb, line, name):
+    over(folder, "killed")
+    with open(folder / name, "ab") as file:
+        file.write(line + b"\n")
+    assert COMMANDS[verb].main(["mine"]) == 0
+    assert f"warning: {name}: a line is damaged and left out" in capsys.readouterr().out
+
+
+def test_a_run_of_another_host_lives_by_its_sign(folder):
+    seen = dict(phase="step", step=2, unix_s=time.time(), host="elsewhere", pid=7)
+    (folder / presence.SHOWN).write_text(json.dumps(seen))
+    assert presence.is_living(folder)
+    (folder / presence.SHOWN).write_text(json.dumps(seen | {"unix_s": time.time() - 3600}))
+    assert not presence.is_living(folder)
+    (folder / presence.SHOWN).write_text("torn")
+    assert presence.shown(folder) == {}
+    (folder / presence.SHOWN).write_text(json.dumps(seen | {"unix_s": "noon"}))
+    assert presence.shown(folder) == {}
+
+
+# The rest is one real run: it hangs, goes on by itself, is preempted, goes on, is stopped.
+
+
+def started(clone: Path, log: Path, nproc: int) -> int:
+    """Start or go on with the run in a session of its own; its launcher's process."""
+    command = [sys.executable, "-m", "commands.pretrain", "--nproc", str(nproc), "--", *SMALL]
+    command += ["run=real", "steps=100000", "checkpoint.interval=25", "eval_every=40"]
+    command += [f"watch.step_s={int(6 * PATIENCE)}"]  # or ten usual steps, on a busy machine
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            command, cwd=clone, env=environment(PYTHONPATH=str(clone)), stdout=out, stderr=out,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+
+def until(ready, what: str) -> None:
+    """Wait for something that a run does."""
+    deadline = time.monotonic() + 120 * PATIENCE
+    while not ready():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def process_of(run: Path, rank: int) -> int:
+    """Process of a rank in the newest life, from its log."""
+    text = (run / "logs" / f"rank-{rank:05d}.log").read_text()
+    heads = [line for line in text.splitlines() if line.startswith(f"== rank {rank}, process ")]
+    return int(heads[-1].split("process ")[1].split(",")[0])
+
+
+def newest(run: Path) -> tuple[int, int]:
+    """(life, step) of the newest line."""
+    if not (run / "metrics.jsonl").exists():
+        return 0, 0
+    lines = read_metrics(run)
+    return (lines[-1]["life"], lines[-1]["step"]) if lines else (0, 0)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> tuple[Path, str, list[int]]:
+    """The run's folder, what its launchers said, and their exit statuses."""
+    clone = make_clone(tmp_path_factory.mktemp("real"))
+    run, log, statuses = clone / "runs" / "real", clone / "said", []
+    launcher = started(clone, log, 2)
+    try:
+        until(lambda: newest(run) >= (1, 30), "the first life did not train")
+        os.kill(process_of(run, 1), signal.SIGSTOP)
+        until(lambda: newest(run) >= (2, newest(run)[1]) and newest(run)[0] == 2, "no second life")
+        until(lambda: newest(run)[1] >= 35, "the second life did not train")
+        os.killpg(launcher.pid, signal.SIGTERM)  # the whole group, and again through the launcher
+        statuses.append(launcher.wait(60 * PATIENCE))
+        launcher = started(clone, log, 1)
+        until(lambda: newest(run)[0] == 3, "no third life")
+        os.chdir(clone)
+        statuses.append(stop.main(["real"]))
+        statuses.append(launcher.wait(60 * PATIENCE))
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    return run, log.read_text(), statuses
+
+
+def test_a_hang_ends_in_a_new_life_preemption_in_75_a_stop_in_0(real):
+    run, said, statuses = real
+    assert statuses == [75, 0, 0], said
+    causes = [(e["cause"], e["rank"]) for e in read_events(run, "life")]
+    assert causes == [("hung", 1), ("preempted", None), ("stopped", None)]
+    hung = read_events(run, "life")[0]
+    assert hung["phase"] in ("step", "save", "evaluate")
+    assert "it is stopped (SIGSTOP)" in hung["why"]
+    assert hung["seconds"]["detect"] >= 6
+    assert "(most recent call first)" in (run / "logs" / "rank-00000.log").read_text()
+
+
+def test_what_ended_the_run_on_request_was_saved_at_that_very_step(real):
+    run, said, _ = real
+    for kind in ("preempted", "stopped"):
+        (event,) = read_events(run, kind)
+        assert event["is_saved"], said
+        assert event["step"] in [saved["step"] for saved in read_events(run, "saved")]
+    ended = read_events(run, "preempted")[0]["step"]
+    (began,) = [event for event in read_events(run, "began") if event["life"] == 3]
+    assert began["after_step"] == ended
+
+
+def test_one_series_after_all_lives(real):
+    """MON-01: each step once, to a reader of the files and of TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _, _ = real
+    steps = [line["step"] for line in read_metrics(run)]
+    assert steps == list(range(1, steps[-1] + 1))
+    accumulator = EventAccumulator(str(segment_folder(run, 0)), {"scalars": 0})
+    accumulator.Reload()
+    assert [point.step for point in accumulator.Scalars("loss/train")] == steps
+    shares = accumulator.Scalars("wall_clock/goodput")
+    assert len({point.step for point in shares}) == len(shares) >= 3
+    assert all(0 <= point.value <= 1 for point in shares)
+
+
+def test_every_second_of_the_run_is_accounted_for(real):
+    run, _, _ = real
+    lives = goodput.read_lives(run)
+    total = goodput.account(lives)
+    assert sum(total.values()) == pytest.approx(lives[-1].ended_s - lives[0].began_s)
+    assert total["detect"] >= 6
+    assert total["redone"] > 0
+    assert all(seconds >= -0.01 for seconds in total.values())
+    assert total["other"] < 0.1 * sum(total.values())
+    told = "\n".join(status.describe(status.state_of(run)))
+    assert "does not run" in told
+    assert "stopped; steps" in told

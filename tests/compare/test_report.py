@@ -1,0 +1,414 @@
+"""compare/: what a report says of runs, from hand-made records.
+
+Nothing is trained here; test_sweep.py starts the real thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gzip
+import json
+import re
+import statistics
+
+import pytest
+import torch
+from matplotlib.text import Text
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams
+
+from base.errors import UserError
+from checkpoint import lineage
+from commands import compare, profile
+from compare import pictures, report, results, runner, tensorboard_pages
+from compare.report import Comparison, markdown, terminal
+from compare.results import Side, read_run
+from data.stream.ledger import Ledger
+from data.stream.schedule import schedule_of
+from recipes.compose import compose, recipe_yaml
+from record import history
+from record.records import read_metrics
+from record.resuming import left_behind
+from runtime.log.metrics import MetricsWriter, summary
+from runtime.monitor.clock import StepTimes
+from runtime.monitor.profiling import NoProfiler, profiler_of
+from runtime.resolve import settle
+
+MIB = 2**20
+
+
+# ---- why a run failed
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "said"),
+    [
+        ("$ x\nrefused: cluster.device=cuda but\n", 93, "cluster.device=cuda but"),
+        (
+            "$ x\n[rank1]: Traceback\n[rank1]:   File\n"
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+            1,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+        ),
+        ("$ x\n exitcode : -9 (pid: 3)\n Signal 9 (SIGKILL) received by PID 3\n", 1, "SIGKILL"),
+        ("$ x\nstep 1\n", -15, "signal 15 (SIGTERM)"),
+        ("$ x\nValueError: old\n\n$ x\nstep 1\n", 7, "exit status 7"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line_from_the_log(tmp_path, monkeypatch, log, status, said):
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    path = tmp_path / "run.log"
+    path.write_text(log)
+    reason = runner.why(tmp_path / "none", path, status)
+    assert said in reason
+    assert reason.endswith("; see run.log")
+    assert "\n" not in reason
+
+
+# ---- reports of hand-made runs
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Writes the record of a run as a run does, with given seconds of each step."""
+
+    def make(name, seconds, *words, losses=None, sent=None, peaks=(1.5, 1.25), surroundings=None):
+        place = tmp_path / name
+        place.mkdir()
+        recipe = compose("tiny", [f"run={name}", *words]).recipe
+        ranks = 2
+        schedule = schedule_of(recipe)
+        settled = settle(recipe, ranks, schedule)
+        (place / "recipe.yaml").write_text(recipe_yaml(recipe))
+        (place / "layout.json").write_text(json.dumps(settled.layout.as_dict()))
+        around = {"commit": "c" * 40, "torch": "2.13", "cores": 2, **(surroundings or {})}
+        (place / "environment.json").write_text(json.dumps(around))
+        writer = MetricsWriter(place, world=ranks, tensorboard=False)
+        ledger = Ledger(place / "ledger")
+        for step, step_s in enumerate(seconds, start=1):
+            tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
+            writer.step(
+                step,
+                loss=9.0 - step if losses is None else losses[step - 1],
+                grad_norm=1.0,
+                lr=1e-3,
+                tokens=schedule.tokens_after(step),
+                tokens_per_step=tokens,
+                targets=tokens,
+                times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
+                accumulation=2,
+                communication_bytes=sent,
+            )
+            ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
+                          f"-{step}", tokens=tokens, targets=tokens, sources={})  # fmt: skip
+        ledger.close()
+        writer.event("finished", peak_memory_gib=list(peaks))
+        writer.close()
+        return place
+
+    return make
+
+
+@pytest.fixture
+def two_sides(make_run):
+    """Two variants, two rounds; the second round ran on a machine half as fast."""
+    gather = {"all_gather": 4 * MIB, "all_reduce": 8}
+    a = Side("zero=1")
+    b = Side("zero=2")
+    for side, word, seconds in ((a, "zero=1", [1.0, 1.5, 2.0]), (b, "zero=2", [2.0, 2.5, 4.0])):
+        for number, slower in ((1, 1), (2, 2)):
+            times = [60.0, *(slower * each for each in seconds)]
+            made = make_run(f"{word.replace('=', '-')}.r{number}", times, word, sent=gather)
+            side.runs.append(read_run(made, number))
+    return Comparison("cmp", "make compare ...", [a, b], True)
+
+
+def row(text: str, label: str) -> list[str]:
+    """Cells of the first table row of `label`."""
+    [line, *_] = [line for line in text.splitlines() if line.startswith(f"| `{label}` |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_agrees_with_the_runs_own_metrics_to_the_digit(two_sides, tmp_path):
+    text = markdown(two_sides)
+    for side in two_sides.sides:
+        lines = [
+            line
+            for run in side.runs
+            for line in read_metrics(tmp_path / run.name)
+            if line["step"] > 1
+        ]
+        low, middle, high = statistics.quantiles(
+            [line["tokens_per_s"] for line in lines], n=4, method="inclusive"
+        )
+        cells = row(text, side.label)
+        assert cells[1] == f"{middle:,.0f} [{low:,.0f} to {high:,.0f}]"
+        assert cells[3] == f"{statistics.median(line['step_s'] for line in lines):.4g}"
+        assert cells[4] == "1.500 (lowest 1.250)"
+        assert cells[5] == f"{4 + 8 / MIB:,.4g}"
+        for run in side.runs:
+            own = summary(tmp_path / run.name)
+            own_cells = [c.strip() for line in text.splitlines() if f"| {run.name} |" in line
+                         for c in line.strip("|").split("|")]  # fmt: skip
+            assert own_cells[1].startswith(f"{own['tokens_per_s']:,.0f} [")
+    # the warm-up step of 60 s is in no number; rounds are paired: both gave 0.6 or so, not 0.3
+    assert row(text, "zero=2")[2] == f"{1.5 / 2.5:.3f}"
+    assert "Losses agree" in text
+    assert "MFU: not known" in text
+
+
+def test_a_busy_machine_is_said(two_sides):
+    busy = dataclasses.replace(two_sides, loads=[0.5, 20.25])
+    assert "load average before the runs 0.5 to 20.2" in markdown(busy)
+    assert "**THE MACHINE WAS BUSY: load average up to 20.2 on 2 cores" in markdown(busy)
+    quiet = dataclasses.replace(two_sides, loads=[0.5, 2.5])
+    assert "BUSY" not in markdown(quiet)
+
+
+def test_communication_is_reported_by_kind(two_sides):
+    section = markdown(two_sides).partition("## Communication")[2]
+    assert "|  | all_gather | all_reduce |" in section
+    assert row(section, "zero=1")[1:] == ["4", "8 bytes"]
+
+
+def test_losses_that_differ_are_said_loudly(two_sides, make_run, monkeypatch, tmp_path, capsys):
+    made = make_run("z3", [9, 1, 1, 1], "zero=3", losses=[8.0, 7.0, 6.0 * (1 + 2e-6), 5.0])
+    two_sides.sides.append(Side("zero=3", [read_run(made)]))
+    result = two_sides.agreement()
+    assert result.is_broken
+    assert result.at == (3, "z3")
+    assert result.largest == pytest.approx(2e-6)
+    assert result.by_side["zero=2"] == 0
+    assert "**LOSSES DO NOT AGREE: 2e-06 apart at step 3 in z3" in markdown(two_sides)
+    assert "WARNING: LOSSES DO NOT AGREE" in terminal(two_sides)
+    monkeypatch.setattr(compare.pictures, "draw", lambda shown, folder: ())
+    assert compare.report(two_sides, tmp_path) == 1
+    # within the bound, and a loss that is not finite
+    base, near, bad = ({1: 8.0}, {1: 8.0 * (1 + 9e-7)}, {1: None})
+    assert results.difference(base[1], near[1]) < results.SAME_LOSS
+    assert results.difference(base[1], bad[1]) == float("inf")
+
+
+def test_runs_that_do_other_work_are_noted_not_judged(make_run):
+    sides = [
+        Side("a", [read_run(make_run("a", [9, 1, 1]))]),
+        Side("b", [read_run(make_run("b", [9, 1, 1], "batch_tokens=4096", "seed=5",
+                                     losses=[7.0, 7.0, 7.0], surroundings={"torch": "2.12"}))]),
+    ]  # fmt: skip
+    text = markdown(Comparison("a-vs-b", "make compare", sides, False))
+    assert "NOT THE SAME WORK: batch_tokens differ" in text
+    assert "NOT THE SAME SURROUNDINGS: torch differs" in text
+    assert "Losses are not compared: the runs differ in seed, batch_tokens" in text
+    assert "DO NOT AGREE" not in text
+    assert "| batch_tokens | 2048 | 4096 |" in text
+
+
+def test_other_batches_under_the_same_recipe_are_found_by_the_ledger(make_run):
+    one, two = (read_run(make_run(name, [9, 1, 1])) for name in ("one", "two"))
+    two = dataclasses.replace(two, batches=dict.fromkeys(two.batches, "other"))
+    result = results.agreement([Side("one", [one]), Side("two", [two])])
+    assert not result.same_data
+    assert "not trained on the same batches" in result.reason
+
+
+def test_a_bf16_comparison_has_no_bound(make_run):
+    sides = [Side(name, [read_run(make_run(name, [9, 1, 1], "precision=bf16", f"zero={zero}",
+                                           losses=[8.0, 7.0, 6.0 + zero / 1000]))])
+             for name, zero in (("one", 1), ("two", 2))]  # fmt: skip
+    assert not results.agreement(sides).is_broken
+    assert "no bound outside fp32" in markdown(Comparison("c", "", sides, True))
+
+
+def test_a_failed_variant_is_a_row_with_its_reason(two_sides, tmp_path):
+    two_sides.sides.insert(0, Side("zero=3", reason="out | of memory; see a.log"))
+    text = markdown(two_sides)
+    assert "| `zero=3` | failed: out \\| of memory; see a.log |" in text
+    assert row(text, "zero=1")[2] == "1"  # the first that ran is the base
+    pictures.draw(two_sides, tmp_path)
+    tensorboard_pages.write(two_sides, tmp_path)
+    assert not (tmp_path / "tensorboard" / "zero=3").exists()
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ("a", "names 1 runs; give two or more"),
+        ("a a b", "a stands there twice"),
+        ("a none", "none: no record of a run"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys, runs, said):
+    for name in ("a", "b"):
+        made = make_run(name, [9, 1, 1])
+    monkeypatch.setattr(compare, "RUNS", made.parent)
+    assert compare.main(["--runs", runs]) == 93
+    assert said in capsys.readouterr().err
+    assert compare.main(["--runs", "a b", "--sweep", "zero=1,2"]) == 93
+    assert "RUNS and SWEEP" in capsys.readouterr().err
+
+
+# ---- what is looked at
+
+
+def beyond_their_axis(figure) -> set[Text]:
+    """Labels of ticks that are not drawn because their axis ends before."""
+    found = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if not low <= tick.get_loc() <= high:
+                    found |= {tick.label1, tick.label2}
+    return found
+
+
+def test_pictures_show_every_name_whole(two_sides):
+    two_sides.sides.append(Side("zero=3 ds.zero_optimization.overlap_comm=true micro_batch=16",
+                                reason="no"))  # fmt: skip
+    for figure in (pictures.speed(two_sides), pictures.losses(two_sides)):
+        figure.canvas.draw()
+        width, height = figure.canvas.get_width_height()
+        seen = set()
+        for text in set(figure.findobj(Text)) - beyond_their_axis(figure):
+            if not text.get_text().strip() or not text.get_visible():
+                continue
+            box = text.get_window_extent()
+            seen.add(text.get_text())
+            assert box.x0 >= -1, text.get_text()
+            assert box.x1 <= width + 1, text.get_text()
+            assert box.y0 >= -1, text.get_text()
+            assert box.y1 <= height + 1, text.get_text()
+        assert {"zero=1", "zero=2"} <= seen
+
+
+def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides, tmp_path):
+    pictures_of = pictures.draw(two_sides, tmp_path)
+    shown = dataclasses.replace(two_sides, pictures=pictures_of)
+    tensorboard_pages.write(shown, tmp_path)
+    tensorboard_pages.write(shown, tmp_path)  # written anew, not beside
+    place = tmp_path / "tensorboard"
+    assert sorted(path.name for path in place.iterdir()) == ["report", "zero=1", "zero=2"]
+    for side in shown.sides:
+        seen = EventAccumulator(str(place / side.label)).Reload()
+        speeds = {event.step: event.value for event in seen.Scalars("throughput/tokens_per_s")}
+        assert sorted(speeds) == [2, 3, 4]  # without the warm-up step
+        assert [event.step for event in seen.Scalars("loss/train")] == [1, 2, 3, 4]
+        [result] = seen.Scalars("result/tokens_per_s")
+        assert result.value == pytest.approx(side.median("tokens_per_s"), rel=1e-6)
+        content = seen.PluginTagToContent("hparams")
+        session = hparams.parse_session_start_info_plugin_data(
+            content[hparams.SESSION_START_INFO_TAG]
+        )
+        assert dict(session.hparams).keys() == {"zero"}
+        experiment = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
+        titles = [info.display_name for info in experiment.metric_infos]
+        assert titles[:2] == ["tokens/s, all ranks (median)", "peak memory of a rank, GiB"]
+        assert not any("MFU" in title for title in titles)  # not known: no empty column
+    seen = EventAccumulator(str(place / "report")).Reload()
+    assert sorted(seen.Tags()["images"]) == ["cmp/losses", "cmp/speed"]
+    [picture] = seen.Images("cmp/speed")
+    assert picture.width > 1000
+    assert re.search(r"# cmp", seen.Tensors("cmp/report")[0].tensor_proto.string_val[0].decode())
+
+
+# ---- profile
+
+
+def test_a_profile_is_refused_with_every_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(profile, "RUNS", tmp_path)
+    assert profile.main(["--run", "none", "--steps", "9", "--nproc", "x", "--"]) == 93
+    said = capsys.readouterr().err
+    assert "RUN=none: there is no run" in said
+    assert "STEPS='9' is not a range of steps" in said
+    assert "NPROC='x'" in said
+
+
+def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_of_it(
+    tmp_path, monkeypatch
+):
+    """They stand in the run's history, not in its recipe."""
+    monkeypatch.setattr(profile, "RUNS", tmp_path)
+    source = tmp_path / "a"
+    source.mkdir()
+    words = ["run=a", "data.skip.advance=[[3,5]]"]
+    recipe = compose("tiny", words).recipe
+    (source / "recipe.yaml").write_text(recipe_yaml(recipe))
+    history.begin(source, None)
+    facts = {"why": "a spike", "who": "policy", "since": "2026-11-30T00:00:00Z"}
+    skip = {"effect": "advance", "range": [10, 23], "from_step": 11, **facts}
+    target = history.Target(0, 10, 10)
+    history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
+
+    options = argparse.Namespace(run="a", steps="10:15", nproc="1", words=[])
+    command, _ = profile.prepare(options)
+    (word,) = [word for word in command if word.startswith("data.skip")]
+    assert word == "data.skip.advance=[[3,5],[10,23]]"
+    copied = compose(str(source / "recipe.yaml"), [word, "run=b"])
+    assert copied.recipe.data.skip.advance == ((3, 5), (10, 23))
+    assert left_behind(copied.recipe, copied.file, tmp_path / "b") == []
+    assert left_behind(recipe, copied.file, source) == []
+    (told,) = left_behind(recipe, copied.file, tmp_path / "b")
+    assert "a leaves out data steps 10 to 22 from step 11 on: a spike (policy" in told
+    assert word in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["log.profile=5:5"], "log.profile='5:5' holds no step"),
+        (["log.profile=0:2"], "holds no step; steps count from 1"),
+        (["log.profile=a:b"], "is not a range of steps"),
+        (["log.profile=10:15", "stop_after=12"], "goes past the last step, 12; end it at 13"),
+        (["log.profile=210:215"], "begins after the last step, 200"),
+    ],
+)
+def test_steps_to_profile_that_do_not_exist_are_refused(words, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        compose("tiny", words)
+
+
+def test_operators_are_sorted_into_kinds():
+    assert profile.kind_of("aten::addmm") == "matrix products"
+    assert profile.kind_of("nccl:all_reduce") == "communication"
+    assert profile.kind_of("aten::_scaled_dot_product_flash_attention") == "attention"
+    assert profile.kind_of("aten::_fused_adamw_") == "optimizer"
+    assert profile.kind_of("aten::copy_") == "copies and fills"
+    assert profile.kind_of("phase compute") == "waiting, and Python between operators"
+    assert profile.kind_of("aten::mul") == profile.REST
+
+
+def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
+    two_sides.sides.append(Side("zero=3", reason="no"))
+    for rows in (report.main_rows(two_sides), report.run_rows(two_sides)):
+        assert {len(cells) for cells in rows} == {len(rows[0])}
+
+
+def test_the_profiler_records_only_the_steps_asked_for_and_the_report_adds_up(make_run):
+    """In this process, on a few matrix products; the loop calls it in the same order."""
+    place = make_run("p", [9.0, 1.0, 2.0, 3.0])
+    profiler = profiler_of("2:4", place, 0, lambda name: contextlib.nullcontext())
+    weight = torch.ones(64, 64)
+    for step in range(1, 5):
+        profiler.begin(step)
+        with profiler.phase("compute"):
+            weight = weight @ weight / 64
+        profiler.end(step)
+    seen = profile.read_profile(place)
+    assert seen["count"] == 2
+    names = {each["name"]: each["calls"] for each in seen["operators"]}
+    assert names["aten::mm"] == 2
+    assert names["phase compute"] == 2
+    assert {"step 2", "step 3"} <= set(names)
+    assert not {"step 1", "step 4"} & set(names)
+    trace = json.loads(gzip.decompress((place / "profile" / "rank-0.trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+    phases = {row[0]: row[1:] for row in profile.phase_rows(seen)}
+    assert phases["whole step"] == ["1500.00", "100.0%"]  # steps 2 and 3: 1 s and 2 s
+    shares = [float(row[-1].rstrip("%")) for row in profile.kind_rows(seen)[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "| aten::mm | 1 |" in "\n".join(profile.report(seen, "p"))
+    assert "matrix products" in "\n".join(profile.terminal(seen))
+    assert isinstance(profiler_of(None, place, 0, contextlib.nullcontext), NoProfiler)

@@ -1,0 +1,173 @@
+"""The shape of the repository: who imports whom, how long things are, a README that is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+from ranks import ROOT
+from source_tree import PACKAGES, imports, module_name, sources, verbs
+
+MOST_LINES, MOST_FUNCTION_LINES = 500, 100
+
+
+MOST_FILES = 20  # in a folder; commands/ has one for each command, tests/ mirrors the rooms
+# Commands whose work is a tool's, or a benchmark's: they have no file in commands/.
+TOOLS = {"test", "lint", "format", "bench", "matrix", "crash", "chaos"}
+
+
+def test_every_room_imports_only_from_rooms_before_it():
+    wrong = []
+    for path in sources():
+        room = path.relative_to(ROOT).parts[0]
+        if room not in PACKAGES:
+            continue
+        allowed = PACKAGES[: PACKAGES.index(room) + 1]
+        for name in imports(path):
+            first = name.split(".")[0]
+            if first in (*PACKAGES, "benchmarks", "tests", "pretrain") and first not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_a_command_is_one_file_that_nobody_imports():
+    expected = {
+        command: f"commands.{command.replace('-', '_')}"
+        for command in verbs()
+        if command not in TOOLS
+    }
+    assert {command: verbs()[command] for command in expected} == expected
+    files = {path.stem for path in (ROOT / "commands").glob("*.py")} - {"__init__"}
+    assert files == {name.removeprefix("commands.") for name in expected.values()}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks")
+        for name in imports(path)
+        if name.startswith("commands.") and name != module_name(path)
+    ]
+    assert not wrong
+
+
+def test_a_folder_holds_few_files_and_a_file_name_stands_for_one_thing():
+    folders: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
+    for path in sources():
+        shown = path.relative_to(ROOT)
+        if shown.parts[0] not in PACKAGES or shown.parts[0] == "commands":
+            continue
+        if path.name == "__init__.py":
+            continue
+        folders.setdefault(str(shown.parent), []).append(path.name)
+        names.setdefault(path.name, []).append(str(shown))
+    assert not {name: len(files) for name, files in folders.items() if len(files) > MOST_FILES}
+    assert not [places for places in names.values() if len(places) > 1]
+
+
+def test_tests_stand_where_what_they_test_stands():
+    """tests/<room>/test_<module>.py, or test_<module>_<what of it>.py; whole runs are apart."""
+    wrong = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folder = path.parent.relative_to(ROOT / "tests")
+        if folder.parts[0] in ("whole_runs", "repository", "benchmarks"):
+            continue
+        stem = path.stem.removeprefix("test_")
+        modules = [file.stem for file in (ROOT / folder).glob("*.py")]
+        if not any(stem == name or stem.startswith(f"{name}_") for name in modules):
+            wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong
+
+
+def test_libraries_stay_behind_the_files_that_know_them():
+    homes = {
+        "deepspeed": r"runtime/engine/\w+\.py|runtime/ds_config/confirm\.py|parallel/pipeline\.py"
+        r"|checkpoint/fragments\.py",
+        "hydra": r"recipes/compose\.py",
+        "omegaconf": r"recipes/compose\.py",
+    }
+    wrong = []
+    for path in sources():
+        shown = str(path.relative_to(ROOT))
+        if shown.startswith(("tests/", "benchmarks/")):
+            continue
+        for name in imports(path):
+            library = name.split(".")[0]
+            if library in homes and not re.fullmatch(homes[library], shown):
+                wrong.append(f"{shown} imports {name}")
+            if library == "torch" and shown.startswith(("data/", "launch/", "recipes/")):
+                wrong.append(f"{shown} imports {name}")
+    assert not wrong
+
+
+def test_the_environment_is_read_only_at_the_edges():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if path.relative_to(ROOT).parts[0]
+        not in ("pretrain.py", "launch", "runtime", "record", "commands", "tests", "benchmarks")
+        and re.search(r"os\.environ|os\.getenv", path.read_text())
+    ]
+    assert not wrong
+
+
+def test_the_launcher_starts_without_torch():
+    code = "import sys, commands.pretrain, commands.show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_run_chooses_its_device_before_deepspeed_does():
+    """DeepSpeed takes the GPU of a host at its first import, whatever the recipe says later."""
+    code = "import sys, pretrain; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_files_and_functions_stay_short():
+    files, functions = [], []
+    for path in sources():
+        text = path.read_text()
+        files.append((len(text.splitlines()), str(path.relative_to(ROOT))))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                functions.append((length, f"{path.relative_to(ROOT)}:{node.name}"))
+    for kind, found in (("file", files), ("function", functions)):
+        print(f"longest {kind}s:", *(f"{name} {n}" for n, name in sorted(found)[-5:]))
+    assert max(files) <= (MOST_LINES, "~")
+    assert max(functions) <= (MOST_FUNCTION_LINES, "~")
+
+
+def test_the_readme_maps_every_room_and_each_room_its_files():
+    readme = (ROOT / "README.md").read_text()
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    tops = {name.split("/")[0] for name in listed if name} - {".gitignore", ".ci", "README.md"}
+    assert not [top for top in sorted(tops) if top not in readme]
+    missing = []
+    for path in sources():
+        folder = path.parent.relative_to(ROOT)
+        if folder.parts and folder.parts[0] in PACKAGES and path.name != "__init__.py":
+            described = (
+                ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
+            )
+            if path.name not in described:
+                missing.append(str(path.relative_to(ROOT)))
+    assert not missing
+
+
+def test_the_readme_table_of_verbs_is_the_makefiles():
+    readme = (ROOT / "README.md").read_text()
+    table = dict(re.findall(r"^\| `make ([a-z-]+)[^`]*` \| `([\w.]+)` \|", readme, re.MULTILINE))
+    assert table == verbs()
+
+
+def test_no_text_points_outside_the_project():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in [*sources(), ROOT / "README.md", ROOT / "Makefile"]
+        if re.search(r"shared/(design|cases|prototypes)", path.read_text())
+        and path.name != "test_structure.py"
+    ]
+    assert not wrong

@@ -1,0 +1,53 @@
+"""Makes the loss of chosen data steps sick on chosen ranks, in a clone of the project; for tests.
+
+    FAULTS.json beside pretrain.py: [{"data_steps": [20, 23], "rank": 1, "factor": "nan"}]
+
+The product has no hook for this: `infect` rewrites the clone's own pretrain.py. `rank` null = all
+ranks; `factor` multiplies the loss, and so its gradient.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ENTRY = 'if __name__ == "__main__":\n'
+
+
+def infect(clone: Path, *faults: dict) -> None:
+    """Give the clone these faults instead of earlier ones; none makes it well."""
+    (clone / "FAULTS.json").write_text(json.dumps(faults))
+    (clone / "faults.py").write_text(Path(__file__).read_text())
+    path = clone / "pretrain.py"
+    text = path.read_text()
+    if "import faults" not in text:
+        assert text.count(ENTRY) == 1
+        path.write_text(text.replace(ENTRY, f"{ENTRY}    import faults\n\n    faults.install()\n"))
+
+
+def install() -> None:
+    """In a rank of the clone: make losses sick where FAULTS.json says."""
+    from model import loss
+    from parallel import sharded_modules
+    from runtime.health import health_monitor
+    from runtime.process import process
+
+    faults = json.loads(Path(__file__).with_name("FAULTS.json").read_text())
+    rank = process.launched_rank()
+    begin, plain = health_monitor.Guard.begin, loss.cross_entropy
+    now = {"data_step": -1}
+
+    def noting(self, data):
+        now["data_step"] = data.data_step
+        begin(self, data)
+
+    def sick(*arguments, **keywords):
+        value = plain(*arguments, **keywords)
+        for fault in faults:
+            first, end = fault["data_steps"]
+            if first <= now["data_step"] < end and fault["rank"] in (None, rank):
+                value = value * float(fault["factor"])
+        return value
+
+    health_monitor.Guard.begin = noting
+    loss.cross_entropy = sharded_modules.cross_entropy = sick

@@ -1,0 +1,64 @@
+"""The golden curve: the first 100 losses of the tiny recipe, in full precision.
+
+    python tests/golden.py        record it anew (a change that means to change the numbers)
+
+Equal to the bit where the fingerprint - torch, CPU capability, threads - is the recorded one; else
+to 1e-5, because kernels differ in their last bits and the steps amplify that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from clones import make_clone
+from ranks import ROOT, run_command
+
+FILE = Path(__file__).with_name("golden_tiny.json")
+STEPS, THREADS = 100, 2
+TIMEOUT_S = 900
+
+
+def fingerprint() -> dict[str, str | int]:
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": THREADS,
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    """Train the tiny recipe in a clone below `folder`; the corpus of this checkout is shared."""
+    clone = make_clone(folder)
+    (clone / "corpora").symlink_to(ROOT / "corpora")
+    words = ["recipe=tiny", "run=golden", f"stop_after={STEPS}", "eval_tokens=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "commands.pretrain",
+        "--",
+        *words,
+        f"cluster.threads={THREADS}",
+    ]
+    done = run_command(
+        command, TIMEOUT_S, cwd=clone, PYTHONPATH=str(clone), OMP_NUM_THREADS=str(THREADS)
+    )
+    assert done.returncode == 0, done.stdout
+    lines = (clone / "runs" / "golden" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def main() -> None:
+    with TemporaryDirectory() as folder:
+        found = losses(Path(folder))
+    content = {"fingerprint": fingerprint(), "losses": found}
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{FILE}: {found[0]} ... {found[-1]}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,35 @@
+"""Helpers of several test files, at first of test_choosing.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from saves import save_on_all
+
+from checkpoint.format import manifest as manifests
+
+WORLD = 2
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of steps 90, 100 and 1000."""
+    for step in (90, 100, 1000):
+        assert save_on_all(tmp_path, step, world=WORLD)[0].ok
+    return tmp_path
+
+
+def folder(run, step):
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def rewritten(run, change):
+    """The newest checkpoint with a manifest changed by someone who also fixes its checksum."""
+    path = folder(run, 1000) / "MANIFEST.json"
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    change(body)
+    blank = (json.dumps({"checksum": "0" * 32} | body, separators=(",", ":")) + "\n").encode()
+    digest = manifests.digest(blank).hex().encode()
+    path.write_bytes(blank.replace(b"0" * 32, digest, 1))

@@ -1,0 +1,27 @@
+"""Helpers of several test files, at first of test_resume.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from checkpoint.comm import Alone
+from checkpoint.load.choosing import at_step
+from checkpoint.load.restoring import open_source
+
+
+def tensors_of(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    source = open_source(at_step(run, step, Alone()))
+    from checkpoint.format.index import Fragment
+    from checkpoint.format.rectangles import Box
+
+    found = {}
+    for name, number in source.index.tensors.items():
+        shape = source.index.shapes[number]
+        for kind in source.index.kinds(name):
+            tensor = torch.empty(torch.Size(shape).numel())
+            source.fill([Fragment(name, kind, Box(shape, shape), 0, tensor)])
+            found[name, kind] = tensor
+    return found
