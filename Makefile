@@ -1,10 +1,10 @@
-# The verbs: thin aliases of `python -m folder.noun`. `make help` lists them.
+# The commands: thin aliases of `python -m folder.noun`. `make help` lists them.
 #
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
-#   NOW=1  KIND=life,saved  FOLLOW=1  MTBF=2.8h
+#   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
 #   SPARES=1
@@ -70,7 +70,7 @@ $(error refused: $(STRANGE): not a variable of this Makefile ($(KNOWN)); knobs g
 endif
 
 SHELL := /bin/bash
-# Files are UTF-8 and what is printed never ends a verb, whatever the locale.
+# Files are UTF-8 and what is printed never ends a command, whatever the locale.
 export PYTHONUTF8 ?= 1
 .DEFAULT_GOAL := help
 # An interpreter of your own comes with your PYTHONPATH (modules of a cluster); .venv has all it needs.
@@ -131,7 +131,7 @@ knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 status: $(READY) ## what RUN is doing now; how it ended, and the next command
 	@exec "$(PYTHON)" -m commands.status "$$RUN"
 
-events: $(READY) ## what happened in RUN, newest last (KIND=life,saved FOLLOW=1)
+events: $(READY) ## what happened in RUN, newest last (KIND=attempt,saved FOLLOW=1)
 	@exec "$(PYTHON)" -m commands.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
 
 stop: $(READY) ## ask RUN to save and end after its step, and wait (NOW=1: without a save)

@@ -60,13 +60,13 @@ from runtime.engine.communication import Counter, bytes_by_kind
 from runtime.engine.engine import Engine, build, decoder_config, initial, untrained
 from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
-from runtime.health.health_monitor import Guard, rewinds_by_policy
+from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
 from runtime.health.recovery import Rewound, recover
 from runtime.log.rank0_record import Finished, Record
 from runtime.monitor.hardware import Hardware
 from runtime.monitor.profiling import profiler_of
 from runtime.process import process
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 from runtime.saving import Saver, Unsaved
 
 ROOT = Path(__file__).resolve().parent
@@ -98,7 +98,7 @@ class Run:
     """What one rank needs for the loop."""
 
     recipe: Recipe
-    settled: Settled
+    resolved: Resolved
     stream: Stream
     data_rank: int
     held_out: list[Batch]
@@ -129,18 +129,18 @@ def prepare(arguments: list[str]) -> Run | None:
     composed = compose_command(arguments)
     recipe = composed.recipe
     schedule = schedule_of(recipe)
-    settled = settle(recipe, process.launched_world(), schedule)
-    layout = settled.layout
+    resolved = resolve(recipe, process.launched_world(), schedule)
+    layout = resolved.layout
     folder = ROOT / "runs" / recipe.run
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    warnings = [*composed.warnings, *settled.warnings, *stream.check(settled.last_step)]
+    warnings = [*composed.warnings, *resolved.warnings, *stream.check(resolved.last_step)]
     warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
     if process.launched_rank() == 0:  # a network file system may show the others something older
-        stands = standing(folder, recipe, stream.state(), stream.past, settled.last_step)
+        stands = standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     place = layout.coordinates(process.launched_rank())
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
@@ -148,23 +148,23 @@ def prepare(arguments: list[str]) -> Run | None:
     counter = Counter() if recipe.log.communication else None
     ranks = Ranks()
     stands = broadcast(ranks, stands, "where the run stands")
-    if stands.step >= settled.last_step:
-        say_finished(recipe, stands.step, settled.total_steps)
+    if stands.step >= resolved.last_step:
+        say_finished(recipe, stands.step, resolved.total_steps)
         return None
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, stream.state(), recipe, ranks)
     is_fresh = recipe.resume == "fresh"
-    documents = description(recipe, settled)
+    documents = description(recipe, resolved)
     lease = process.first_does(lambda: run_folder.open_folder(folder, documents, is_fresh))
     try:
         if me.is_first:
             HEART.show_in(folder)
         draw = None if stands.step else origin.draw if origin else initial
-        engine = build(recipe, layout, settled.config, me, draw)
-        saver = Saver(folder, recipe, settled, stream, engine, ranks, me, lease)
+        engine = build(recipe, layout, resolved.config, me, draw)
+        saver = Saver(folder, recipe, resolved, stream, engine, ranks, me, lease)
         run = Run(
-            recipe, settled, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
+            recipe, resolved, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
             None, label, stands.changes, [*warnings, *notes], counter,
         )  # fmt: skip
         if stands.step:
@@ -172,7 +172,7 @@ def prepare(arguments: list[str]) -> Run | None:
         saver.segment = enter_segment(run)
     except BaseException:
         if lease:
-            lease.release()  # no other host is to wait for a life that trained nothing
+            lease.release()  # no other host is to wait for an attempt that trained nothing
         raise
     return run
 
@@ -222,7 +222,9 @@ def restore(run: Run) -> None:
 
 
 def enter_segment(run: Run) -> int:
-    """The segment of the history that this life goes on in, the same on all ranks; a collective."""
+    """The segment of the history that this attempt goes on in, the same on all ranks; a
+    collective.
+    """
     number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
     seen = run.ranks.exchange((number, run.stream.skips.fingerprint()), "segment")
     if len({skips for _, skips in seen}) > 1:
@@ -253,8 +255,8 @@ def train(run: Run) -> int:
 
 def loop(run: Run, record: Record | None) -> int:
     """One turn per step; returns the exit status."""
-    recipe, settled, engine, me = run.recipe, run.settled, run.engine, run.process
-    layout, last_step = settled.layout, settled.last_step
+    recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
+    layout, last_step = resolved.layout, resolved.last_step
     hardware = Hardware(recipe.hardware, layout, me, run.after_step)
     collector = Collector(
         record.ledger if record else None,
@@ -268,7 +270,7 @@ def loop(run: Run, record: Record | None) -> int:
         recipe.log.profile, run.folder, me.rank, HEART.around(hardware.clock.phase)
     )
     REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
-    guard = guard_of(run)
+    health_monitor = health_monitor_of(run)
 
     with run.stream.prefetch(
         run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
@@ -282,15 +284,15 @@ def loop(run: Run, record: Record | None) -> int:
                 data = next(batches)
                 micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
             HEART.beat("step", parts=len(micro_batches))
-            lr = learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps)
+            lr = learning_rate(step, recipe.optim, resolved.warmup_steps, resolved.total_steps)
             engine.set_lr(lr)
             if run.counter:
                 run.counter.take()  # what came before belongs to no step
-            guard.begin(data)
+            health_monitor.begin(data)
             if data.is_update:
                 result = engine.train_step(
                     micro_batches, data.num_targets, data.num_tokens, profiler.phase,
-                    guard.may_update,
+                    health_monitor.may_update,
                 )  # fmt: skip
             else:  # data.skip: the step counts, the weights stay
                 result = untrained(data.num_tokens, me.device)
@@ -314,29 +316,29 @@ def loop(run: Run, record: Record | None) -> int:
                     record.write(late)
                 late = finished
                 record.hardware(step, hardware.news())
-                if result.skipped or guard.judgement.reason:
-                    record.bad_step(data, result.skipped, guard.judgement)
+                if result.skipped or health_monitor.judgement.reason:
+                    record.bad_step(data, result.skipped, health_monitor.judgement)
                 if data.quarantined:
                     record.quarantined(data)
             ending = REQUESTS.answer(step == last_step)
             run.saver.poll()
             is_saved = run.saver.is_due(step, ending is not None and ending.saves)
-            if guard.is_sick or is_saved or ending or step == last_step:
+            if health_monitor.is_sick or is_saved or ending or step == last_step:
                 # What a checkpoint vouches for is on record before it exists.
                 collector.flush()
                 if record:
                     record.write(late)
                     late = None
-            if guard.is_sick:
-                leave_sick(run, data, guard, record)
+            if health_monitor.is_sick:
+                leave_sick(run, data, health_monitor, record)
             if is_saved:
                 with profiler.phase("save"):
-                    run.saver.save(step, guard.health.as_dict())
+                    run.saver.save(step, health_monitor.health.as_dict())
             if ending:
                 break
     HEART.beat("end")
     if is_saved and not ending:
-        unsaved, ending = run.saver.last(step, guard.health.as_dict(), REQUESTS.now)
+        unsaved, ending = run.saver.last(step, health_monitor.health.as_dict(), REQUESTS.now)
     else:
         unsaved = run.saver.drain()
     hardware.close()
@@ -350,20 +352,22 @@ def loop(run: Run, record: Record | None) -> int:
     return ending.status if ending else FINISHED
 
 
-def leave_sick(run: Run, data: StepData, guard: Guard, record: Record | None) -> NoReturn:
-    """End this life after a step that no skip can cure: the run goes back, or stops."""
+def leave_sick(
+    run: Run, data: StepData, health_monitor: HealthMonitor, record: Record | None
+) -> NoReturn:
+    """End this attempt after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
     HEART.beat("end")
     run.saver.drain()  # it may be what is gone back to
-    process.first_does(lambda: recover(run.folder, data, guard.judgement, health, record))
+    process.first_does(lambda: recover(run.folder, data, health_monitor.judgement, health, record))
     raise Rewound
 
 
-def guard_of(run: Run) -> Guard:
-    """What judges the steps of this life, from where the checkpoint left it; a collective."""
-    return Guard(
+def health_monitor_of(run: Run) -> HealthMonitor:
+    """What judges the steps of this attempt, from where the checkpoint left it; a collective."""
+    return HealthMonitor(
         run.recipe,
-        run.settled.warmup_steps,
+        run.resolved.warmup_steps,
         run.stream.schedule.sequences_at,
         run.loaded.state["health"] if run.loaded else None,
         rewinds_by_policy(run.folder, run.ranks),
@@ -385,22 +389,22 @@ def evaluation_batches(
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
-def description(recipe: Recipe, settled: Settled) -> dict[str, str | dict]:
+def description(recipe: Recipe, resolved: Resolved) -> dict[str, str | dict]:
     """The documents of the run folder that say what the run is."""
     return {
         "recipe.yaml": recipe_yaml(recipe),
-        "layout.json": settled.layout.as_dict() | {"places": places(settled.layout)},
-        "ds_config.json": settled.config,
+        "layout.json": resolved.layout.as_dict() | {"places": places(resolved.layout)},
+        "ds_config.json": resolved.config,
     }
 
 
 def open_record(run: Run) -> Record:
-    """Rank 0's record of this life, after telling what is about to happen."""
+    """Rank 0's record of this attempt, after telling what is about to happen."""
     make_way(run.folder / LEDGER)
     record = Record(
         run.folder,
         run.recipe,
-        run.settled,
+        run.resolved,
         run.process,
         Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
         run.stream.tokens_after,
@@ -410,16 +414,16 @@ def open_record(run: Run) -> Record:
     record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
     history.overrides(run.folder, deliberate, run.after_step)
-    record.say(banner(run))
+    record.log(banner(run))
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
 
 
 def record_conditions(run: Run) -> None:
-    """Under which conditions this life trains, in environment.json."""
+    """Under which conditions this attempt trains, in environment.json."""
     conditions = environment.environment(ROOT, run.process.device) | {
-        "layout": run.settled.layout.as_dict(),
+        "layout": run.resolved.layout.as_dict(),
         "recipe": dataclasses.asdict(run.recipe),
     }
     environment.record(run.folder, conditions, run.saver.segment, run.after_step)
@@ -427,19 +431,19 @@ def record_conditions(run: Run) -> None:
 
 def banner(run: Run) -> list[str]:
     """What is about to happen, for a person."""
-    recipe, settled = run.recipe, run.settled
+    recipe, resolved = run.recipe, run.resolved
     sequences = run.stream.schedule.sequences_at(1)
     lines = [
-        f"{recipe.run}: {settled.num_parameters:,} parameters,"
-        f" {counted(settled.total_steps, 'step')} of"
+        f"{recipe.run}: {resolved.num_parameters:,} parameters,"
+        f" {counted(resolved.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
-        settled.layout.describe(),
-        *describe_places(settled.layout, run.process.local_world),
+        resolved.layout.describe(),
+        *describe_places(resolved.layout, run.process.local_world),
     ]
     if recipe.seq_len_warmup:
         pieces = [f"{length} from data step {step}" for step, length in recipe.seq_len_warmup]
         lines.append(f"sequences are cut to {', '.join(pieces)}")
-    for use in run.stream.usage(settled.last_step):
+    for use in run.stream.usage(resolved.last_step):
         rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"

@@ -1,7 +1,8 @@
-"""What the verbs have in common: their words, and how they refuse.
+"""What the commands have in common: their words, and how they refuse.
 
 The one rule: overrides come as words of their own, or as one text (`make` passes OVERRIDES so), and
-mean the same. Whatever a verb cannot read or do as it was asked ends with lines `refused: ...` and
+mean the same. Whatever a command cannot read or do as it was asked ends with lines `refused: ...`
+and
 the same status (base.exits).
 """
 

@@ -1,6 +1,7 @@
 """How the Python entries end: what an exit status asks of whoever started one.
 
-The one rule, for the run and for every other verb: 0 = done, and what was looked at is as it should
+The one rule, for the run and for every other command: 0 = done, and what was looked at is as it
+should
 be; 93 = refused, as it was asked it cannot be; 1 = it broke off, or found what should not be
 (damage, a difference); 130 = Ctrl-C. A run has two more. `make` turns every failure into its own 2.
 """

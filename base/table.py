@@ -1,4 +1,4 @@
-"""Rows of text in aligned columns, for the verbs that print."""
+"""Rows of text in aligned columns, for the commands that print."""
 
 from __future__ import annotations
 

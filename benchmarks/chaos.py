@@ -202,7 +202,7 @@ class Fault:
 
     name: str
     strike: Callable[[Bed], float | None]
-    cause: str | None  # None = the life goes on
+    cause: str | None  # None = the attempt goes on
     torchrun_s: float
     host: str | None = None
     before: Callable[[Bed], None] = lambda bed: None
@@ -311,15 +311,15 @@ def judge(row: Row, run: Path, struck: float, straight: dict[str, bytes]) -> Non
     """What the run's own record says. Raises AssertionError."""
     row.is_identical = final_weights(run) == straight
     assert row.is_identical, "the final weights differ from those of the undisturbed run"
-    lives = read_events(run, "life")
-    assert len(lives) == (2 if row.fault.cause else 1), lives
-    assert lives[-1]["cause"] == "finished", lives
+    attempts = read_events(run, "attempt")
+    assert len(attempts) == (2 if row.fault.cause else 1), attempts
+    assert attempts[-1]["cause"] == "finished", attempts
     if row.fault.cause is None:
         return
-    first, second = lives
+    first, second = attempts
     row.cause = first["cause"] + (f" on {first['host']}" if first["host"] else "")
     row.lost_steps = first["last_step"] - second["from_step"]
-    steps = {event["life"]: unix_s(event) for event in read_events(run, "first_step")}
+    steps = {event["attempt"]: unix_s(event) for event in read_events(run, "first_step")}
     row.to_step_s = steps[2] - struck
     row.limit_s = (
         row.fault.torchrun_s
@@ -328,7 +328,7 @@ def judge(row: Row, run: Path, struck: float, straight: dict[str, bytes]) -> Non
     )
     assert first["cause"] == row.fault.cause, first
     assert row.fault.host in (None, first["host"]), first
-    assert 0 <= row.lost_steps <= INTERVAL, lives
+    assert 0 <= row.lost_steps <= INTERVAL, attempts
 
 
 def final_weights(run: Path) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ import xxhash
 from benchmarks.processes import ROOT
 from benchmarks.report import paired_ratios, quartiles, spread
 from benchmarks.step import commit, machine
-from benchmarks.workload import LR, Workload, count_targets, micro_batches, recipe_of, settled_of
+from benchmarks.workload import LR, Workload, count_targets, micro_batches, recipe_of, resolved_of
 from checkpoint.comm import Comm, Ranks
 from checkpoint.format.state import RunState, random_states
 from checkpoint.load.choosing import drop_from_cache
@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     """One rank: an engine after one update, then all rounds. AssertionError: a load differs."""
     work = workload(options.millions, options.world)
     recipe = recipe_of(work, zero=options.zero)
-    me, settled = process.start(recipe.cluster), settled_of(recipe, options.world)
-    engine = build(recipe, settled.layout, settled.config, me)
+    me, resolved = process.start(recipe.cluster), resolved_of(recipe, options.world)
+    engine = build(recipe, resolved.layout, resolved.config, me)
     batches = [to_device(batch, me.device) for batch in micro_batches(work, me.rank, "across")]
     engine.set_lr(LR)
     engine.train_step(batches, count_targets(work, "across"), work.tokens)

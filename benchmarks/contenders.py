@@ -27,7 +27,7 @@ from benchmarks.workload import (
     count_targets,
     micro_batches,
     recipe_of,
-    settled_of,
+    resolved_of,
 )
 from model.init import fill
 from runtime.engine.batches import to_device
@@ -111,7 +111,7 @@ def run_deepspeed(work: Workload, turns: Turns) -> None:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=build_optimizer(model.named_parameters(), recipe.optim),
-        config=settled_of(recipe, work.world).config,
+        config=resolved_of(recipe, work.world).config,
     )
     batches, targets = llama_batches(work, me.rank), count_targets(work, "across")
     clock = StepClock()
@@ -135,8 +135,8 @@ def run_ours(work: Workload, turns: Turns, attend: str = "across") -> None:
     """Contender (c); with attend="within" the row with document masks."""
     recipe = recipe_of(work)
     me = process.start(recipe.cluster)
-    settled = settled_of(recipe, work.world)
-    engine = build(recipe, settled.layout, settled.config, me)
+    resolved = resolved_of(recipe, work.world)
+    engine = build(recipe, resolved.layout, resolved.config, me)
     numpy_batches = micro_batches(work, me.rank, attend)
     targets = count_targets(work, attend)
     clock = StepClock()
@@ -206,7 +206,7 @@ def run_trainer(work: Workload, turns: Turns) -> None:
             max_grad_norm=recipe.optim.clip,
             optim="adamw_torch_fused",
             bf16=work.precision == "bf16",
-            deepspeed=settled_of(recipe, work.world).config,
+            deepspeed=resolved_of(recipe, work.world).config,
             max_steps=recipe.steps,
             use_cpu=True,
             report_to=[],

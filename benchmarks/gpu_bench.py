@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of, settled_of
+from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of, resolved_of
 from recipes.schema import Cluster, Recipe
 from runtime.engine.batches import to_device
 from runtime.engine.engine import Engine, build
 from runtime.monitor.clock import StepClock, StepTimes, cuda_clock
 from runtime.process import process
-from runtime.resolve import Settled
+from runtime.resolve import Resolved
 
 TINY = dict(
     vocab_size=512,
@@ -100,11 +100,11 @@ class Bench:
         """The values for this device."""
         return cuda if self.is_cuda else dry
 
-    def engine(self, work: Workload, **knobs: Any) -> tuple[Engine, Settled, Recipe]:
+    def engine(self, work: Workload, **knobs: Any) -> tuple[Engine, Resolved, Recipe]:
         """This project's engine for a workload."""
         recipe = recipe_of(work, cluster=self.cluster, **knobs)
-        settled = settled_of(recipe, 1)
-        return build(recipe, settled.layout, settled.config, self.me), settled, recipe
+        resolved = resolved_of(recipe, 1)
+        return build(recipe, resolved.layout, resolved.config, self.me), resolved, recipe
 
 
 @dataclass(frozen=True)

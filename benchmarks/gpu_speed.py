@@ -32,7 +32,7 @@ from runtime.ds_config.state_bytes import state_bytes
 from runtime.engine.batches import to_device
 from runtime.engine.memory import GIB
 from runtime.monitor.speed import mfu, peak_flops
-from runtime.resolve import Settled
+from runtime.resolve import Resolved
 
 
 def step_clock(bench: Bench) -> Iterator[Row]:
@@ -94,7 +94,7 @@ def zero_stages(bench: Bench) -> Iterator[Row]:
     first: list[float] | None = None
     for stage in (1, 2, 3):
         before = allocated(bench)
-        engine, settled, recipe = bench.engine(work, zero=stage)
+        engine, resolved, recipe = bench.engine(work, zero=stage)
         taken = take_steps(bench, engine, work, WARM_UP + 5)
         first = first or taken.losses
         apart = max(abs(a - b) / b for a, b in zip(taken.losses, first, strict=True))
@@ -104,25 +104,30 @@ def zero_stages(bench: Bench) -> Iterator[Row]:
         yield Row(f"{name}: loss against zero=1", apart, "relative", rule, is_ok)
         speed = work.tokens * 5 / sum(t.step_s for t in taken.times[WARM_UP:])
         yield Row(f"{name}: speed", speed, "tokens/s")
-        yield from memory_rows(bench, name, before, settled, recipe, work)
+        yield from memory_rows(bench, name, before, resolved, recipe, work)
         del engine
 
 
 def memory_rows(
-    bench: Bench, name: str, before: float | None, settled: Settled, recipe: Recipe, work: Workload
+    bench: Bench,
+    name: str,
+    before: float | None,
+    resolved: Resolved,
+    recipe: Recipe,
+    work: Workload,
 ) -> Iterator[Row]:
     """Allocated memory over what the formulas say, after a step and at its peak."""
-    config = settled.engine
+    config = resolved.engine
     per_parameter = state_bytes(
         config.stage,
         recipe.precision,
         config.grad_dtype,
-        settled.layout.accumulates,
+        resolved.layout.accumulates,
         config.is_immediate,
-        settled.layout.data,
+        resolved.layout.data,
         config.is_offloaded,
     )
-    state = sum(per_parameter.values()) * settled.num_parameters
+    state = sum(per_parameter.values()) * resolved.num_parameters
     kept = activation_bytes(work.shape_object, work.micro_batch, work.seq_len, recipe.precision)
     yield Row(f"{name}: state by formula", state / GIB, "GiB")
     yield Row(f"{name}: activations by formula", kept.total / GIB, "GiB")

@@ -28,7 +28,7 @@ STEPS = "steps until the first line"
 # (module, function, the part that its time is); wrapped once pretrain is imported.
 PROBED = (
     ("pretrain", "compose_command", "compose"),
-    ("pretrain", "settle", "layout and DeepSpeed JSON"),
+    ("pretrain", "resolve", "layout and DeepSpeed JSON"),
     ("pretrain", "open_stream", "open the stream"),
     ("pretrain", "standing", "look for a checkpoint"),
     ("pretrain", "evaluation_batches", "held-out batches"),

@@ -85,7 +85,7 @@ def workload(precision: str, options: argparse.Namespace) -> Workload:
 
 def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one precision. Raises NotTheSame, ContenderError."""
-    say(f"{work.precision}: starting contenders one after the other")
+    log(f"{work.precision}: starting contenders one after the other")
     missing: dict[str, str] = {}
     load_before = os.getloadavg()
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
                 missing[name] = str(error)
         first = {name: each.turn(COMPARED_STEPS)["losses"] for name, each in contenders.items()}
         report.check_same_losses(first, work.precision)
-        say(f"same losses: {first}")
+        log(f"same losses: {first}")
         for each in contenders.values():
             each.turn(1)
         turns = take_rounds(contenders, options.seconds, options.steps_per_turn)
@@ -137,7 +137,7 @@ def take_rounds(
         for name in names[start:] + names[:start]:
             turns[name].append(contenders[name].turn(steps))
         number += 1
-        say(f"round {number}")
+        log(f"round {number}")
     return turns
 
 
@@ -178,7 +178,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Progress, on stderr."""
     print(line, file=sys.stderr, flush=True)
 

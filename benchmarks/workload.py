@@ -17,7 +17,7 @@ import numpy as np
 from data.stream.schedule import schedule_of
 from data.stream.windows import IGNORED, Batch, Rows, make_batches
 from recipes.schema import Cluster, Data, Model, Optim, Recipe, Source
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 SEED = 1234
 LR = 3e-4
@@ -93,9 +93,9 @@ def recipe_of(work: Workload, **knobs: Any) -> Recipe:
     return Recipe(**(values | knobs))
 
 
-def settled_of(recipe: Recipe, world: int) -> Settled:
+def resolved_of(recipe: Recipe, world: int) -> Resolved:
     """Layout and DeepSpeed JSON of `recipe` on `world` ranks."""
-    return settle(recipe, world, schedule_of(recipe))
+    return resolve(recipe, world, schedule_of(recipe))
 
 
 def micro_batches(work: Workload, rank: int, attend: str) -> list[Batch]:

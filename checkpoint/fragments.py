@@ -72,12 +72,12 @@ def replicas(ds: Any, mesh: Mesh) -> list[Replica]:
         if hasattr(parameter, "ds_id") and not parameter.ds_persist:
             continue
         shard = getattr(parameter, "shard", None)
-        is_cut = shard is not None and shard.dim is not None
+        is_sharded = shard is not None and shard.dim is not None
         is_tied = getattr(parameter, "is_tied", False)
-        if mesh.data.size > 1 or is_tied or (mesh.tensor.size > 1 and not is_cut):
+        if mesh.data.size > 1 or is_tied or (mesh.tensor.size > 1 and not is_sharded):
             places = [
                 "tied weights" if is_tied else f"pipeline stage {mesh.pipeline.index}",
-                *([f"tensor rank {mesh.tensor.index}"] if is_cut else []),
+                *([f"tensor rank {mesh.tensor.index}"] if is_sharded else []),
             ]
             found.append(Replica(name, ", ".join(places), parameter))
     return found

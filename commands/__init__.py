@@ -19,7 +19,7 @@ knobs.py                   every knob of a recipe and every key of the DeepSpeed
 layouts.py                 every way to lay a recipe out on a number of ranks
 pretrain.py                check everything in one short process, then become or start the run
 profile.py                 some steps of a run again, under torch's profiler, and where their
-recipes.py                 the dishes with size, length and axes, from the same arithmetic as
+recipes.py                 the recipes with size, length and axes, from the same arithmetic as
 replay.py                  a suspicious step again, twice, from the same state and batch, comp
 reproduce.py               train a run again from its record alone, and compare every number
 rewind.py                  take a run back to one of its checkpoints, and leave out data steps

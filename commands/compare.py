@@ -44,7 +44,7 @@ from compare.variants import (
 )
 from data.stream.schedule import schedule_of
 from record.records import notes
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -117,12 +117,12 @@ def read_plan(options: argparse.Namespace) -> Plan:
     repeats = attempt(read_count, "REPEATS", options.repeats, 1, MOST_REPEATS)
     sweep = attempt(shlex.split, options.sweep)
 
-    def settled(recipe):
-        return settle(recipe, ranks, schedule_of(recipe))
+    def resolved(recipe):
+        return resolve(recipe, ranks, schedule_of(recipe))
 
     if problems:
         raise UserError(*problems)
-    return plan(options.name, options.recipe, ranks, options.words, sweep, steps, repeats, settled)
+    return plan(options.name, options.recipe, ranks, options.words, sweep, steps, repeats, resolved)
 
 
 def announcement(wanted: Plan) -> str:

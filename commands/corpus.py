@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start = time.monotonic()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"corpus {options.out}: {text}", file=sys.stderr, flush=True)
 
     try:
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = read_settings(words)
         tokenizer = open_tokenizer(options.tokenizer, settings.eod)
         out = Path(options.out)
-        manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, say)
+        manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, log)
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:

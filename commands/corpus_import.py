@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", help="knob=value")
     options = parser.parse_args(arguments)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"corpus {options.out}: {text}", file=sys.stderr, flush=True)
 
     try:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = options.tokenizer
         tokenizer = open_tokenizer(name, settings.eod) if name else None
         manifest = import_corpus(
-            options.source, options.out, tokenizer, settings, say, options.quick
+            options.source, options.out, tokenizer, settings, log, options.quick
         )
     except UserError as error:
         return refuse(error)

@@ -67,9 +67,9 @@ def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) ->
         port=wanted_port(os.environ),
         is_full=True,
     )
-    plan, facts = preflight(cluster, inspection, say)
+    plan, facts = preflight(cluster, inspection, log)
     for host, f in facts.items():
-        say(describe(host, f))
+        log(describe(host, f))
     has_gpus = all(cards_of(f) for f in facts.values())
     if has_gpus:
         build_operators(cluster, plan, environment)
@@ -79,7 +79,7 @@ def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) ->
 def build_operators(cluster: Cluster, plan: Plan, environment: dict[str, str]) -> None:
     """Build what DeepSpeed would build in front of waiting ranks; only offload needs it."""
     if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
-        say("warning: zero=zero3_offload will not start; all else does not need the operators")
+        log("warning: zero=zero3_offload will not start; all else does not need the operators")
 
 
 def collective(
@@ -103,10 +103,10 @@ def collective(
         for rank in result["wrong"]
     ]
     num_ranks = per_host * len(names)
-    say(f"all-reduce over {counted(num_ranks, 'rank')} ({device}): {'wrong' if wrong else 'right'}")
+    log(f"all-reduce over {counted(num_ranks, 'rank')} ({device}): {'wrong' if wrong else 'right'}")
     if speeds:
         slowest, fastest = min(speeds.values()), max(speeds.values())
-        say(f"links between hosts: {len(speeds)}, {slowest:.0f} to {fastest:.0f} MiB/s")
+        log(f"links between hosts: {len(speeds)}, {slowest:.0f} to {fastest:.0f} MiB/s")
     return wrong + slow_links(speeds, names)
 
 
@@ -123,7 +123,7 @@ def describe(host: str, f: dict) -> str:
     )
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """A line of the report."""
     print(line, flush=True)
 

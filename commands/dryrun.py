@@ -41,7 +41,7 @@ from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import of_layout
 from runtime.engine import engine
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 GIB = 2**30
 META = torch.device("meta")
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *words = words_of(options)
-        seen = collect(dish, words, options.world, options.rank)
+        recipe_name, *words = words_of(options)
+        seen = collect(recipe_name, words, options.world, options.rank)
     except UserError as error:
         return refuse(error)
     print(json.dumps(seen, indent=2) if options.json else text(seen))
@@ -65,18 +65,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def collect(
-    dish: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
+    recipe_name: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
 ) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    recipe = compose(dish, overrides, ds_problems).recipe
+    recipe = compose(recipe_name, overrides, ds_problems).recipe
     ranks = recipe.parallel.model_ranks if world is None else read_ranks("WORLD", world)
-    settled = settle(recipe, ranks, schedule_of(recipe))
+    resolved = resolve(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
-    confirm(settled.config)
+    confirm(resolved.config)
     join_fake(number, ranks)
     try:
-        mesh = make_mesh(settled.layout, number)
-        return describe(recipe, settled, mesh, number, build_part(recipe, mesh))
+        mesh = make_mesh(resolved.layout, number)
+        return describe(recipe, resolved, mesh, number, build_part(recipe, mesh))
     finally:
         dist.destroy_process_group()
         forget_groups()
@@ -115,10 +115,10 @@ def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
 
 
 def describe(
-    recipe: Recipe, settled: Settled, mesh: Mesh, rank: int, model: nn.Module
+    recipe: Recipe, resolved: Resolved, mesh: Mesh, rank: int, model: nn.Module
 ) -> dict[str, Any]:
     """What the rank holds, with whom it talks, and what it needs."""
-    layout, per_host = settled.layout, recipe.cluster.gpus_per_node
+    layout, per_host = resolved.layout, recipe.cluster.gpus_per_node
     parameters = list(model.named_parameters())
     return {
         "rank": rank,
@@ -131,10 +131,10 @@ def describe(
         "blocks": list(layout.bounds[mesh.pipeline.index :][:2])
         or [0, recipe.model.num_hidden_layers],
         "parameters": sum(parameter.numel() for _, parameter in parameters),
-        "parameters_of_model": settled.num_parameters,
+        "parameters_of_model": resolved.num_parameters,
         "weights": weights(parameters),
-        "gib": memory(recipe, settled, mesh, parameters),
-        "ds_config": settled.config,
+        "gib": memory(recipe, resolved, mesh, parameters),
+        "ds_config": resolved.config,
     }
 
 
@@ -165,10 +165,10 @@ def weights(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, An
 
 
 def memory(
-    recipe: Recipe, settled: Settled, mesh: Mesh, parameters: Sequence[tuple[str, nn.Parameter]]
+    recipe: Recipe, resolved: Resolved, mesh: Mesh, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, float]:
     """GiB of one rank by kind."""
-    layout, made = settled.layout, settled.engine
+    layout, made = resolved.layout, resolved.engine
     own = sum(parameter.numel() for _, parameter in parameters)
     bucket = made.json["zero_optimization"].get("reduce_bucket_size", 0)
     width = {"fp32": 4, "bf16": 2}[made.json["communication_data_type"]]

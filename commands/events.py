@@ -17,7 +17,7 @@ from base.exits import FINISHED
 from checkpoint.lineage import run_folder
 from record.event_lines import line_of
 from record.presence import is_living, launcher
-from record.records import EVENTS, EVENTS_HAVE, notes, read_events, read_line
+from record.records import EVENTS, EVENTS_HAVE, OLD_NAMES, notes, read_events, read_line
 
 LOOK_S = 1.0
 
@@ -37,7 +37,7 @@ def show(folder: Path, wanted: str, is_followed: bool) -> int:
     path = folder / EVENTS
     seen = path.stat().st_size if path.exists() else 0
     events = read_events(folder)
-    kinds = set(wanted.replace(",", " ").split())
+    kinds = {OLD_NAMES.get(kind, kind) for kind in wanted.replace(",", " ").split()}
     known = sorted({event["kind"] for event in events})
     strange = ", ".join(sorted(kinds - set(known)))
     if strange and not is_followed:
@@ -60,7 +60,7 @@ def follow(folder: Path, kinds: set[str], seen: int) -> None:
     """Print what is added after `seen` bytes, as long as the run lives, or has a launcher."""
     path = folder / EVENTS
     while True:
-        lives = is_living(folder) or launcher(folder) is not None
+        attempts = is_living(folder) or launcher(folder) is not None
         with open(path, "rb") as file:
             file.seek(seen)
             *whole, _torn = file.read().split(b"\n")
@@ -68,7 +68,7 @@ def follow(folder: Path, kinds: set[str], seen: int) -> None:
         for text in chosen((event for event in added if isinstance(event, dict)), kinds):
             print(text, flush=True)
         seen += sum(len(line) + 1 for line in whole)
-        if not lives and not whole:
+        if not attempts and not whole:
             return
         time.sleep(LOOK_S)
 

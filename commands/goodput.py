@@ -31,11 +31,14 @@ def main(arguments: list[str]) -> int:
 def show(folder: Path, mtbf: str) -> int:
     """Print where the time went. Raises UserError."""
     mtbf_s = hours("MTBF", mtbf) if mtbf else None
-    lives = goodput.read_lives(folder)
-    if not lives:
-        raise UserError(f"RUN={folder.name}: no life is on record yet")
+    attempts = goodput.read_attempts(folder)
+    if not attempts:
+        raise UserError(f"RUN={folder.name}: no attempt is on record yet")
     interval = goodput.interval_of(folder)
-    for head, rows in (goodput.report(folder.name, lives), goodput.advice(lives, mtbf_s, interval)):
+    for head, rows in (
+        goodput.report(folder.name, attempts),
+        goodput.advice(attempts, mtbf_s, interval),
+    ):
         print(head)
         if rows:
             print(table(rows))

@@ -17,7 +17,7 @@ from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.table import table
 from recipes.check import knob_names
-from recipes.compose import GROUPS, ingredients
+from recipes.compose import GROUPS, group_options
 from runtime.ds_config.keys import KEYS, OWNED
 
 
@@ -37,7 +37,13 @@ def main(arguments: Sequence[str]) -> int:
 def all_rows() -> list[list[str]]:
     """[name, type, default, legal values, meaning and unit] of each knob, groups first."""
     rows = [
-        [group, "ingredient", "", " | ".join(ingredients(group)), f"a file of recipes/{group}/"]
+        [
+            group,
+            "config group option",
+            "",
+            " | ".join(group_options(group)),
+            f"a file of recipes/{group}/",
+        ]
         for group in GROUPS
     ]
     for name, field in knob_names().items():

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *words = words_of(options)
-        recipe = compose(dish, words).recipe
+        recipe_name, *words = words_of(options)
+        recipe = compose(recipe_name, words).recipe
         fewest = recipe.parallel.model_ranks
         world = fewest if options.world is None else read_ranks("WORLD", options.world)
         own = load_preset(recipe.zero).stage

@@ -44,7 +44,7 @@ from base.values import read_ranks
 from data.stream.schedule import schedule_of
 from data.stream.sources import corpus_problems
 from data.stream.stream import open_stream
-from launch.budget import Budget, Life
+from launch.budget import Attempt, Budget
 from launch.hosts import network
 from launch.hosts.facts import gather, gpus, remove_stale_locks
 from launch.hosts.fleet import Fleet
@@ -66,12 +66,12 @@ from record.bundle import write_bundle
 from record.requests import EARLY, REQUESTS, AskedEarly, forget
 from record.resuming import data_of, standing
 from record.run_folder import refuse_busy
-from record.supervisor_log import Book
+from record.supervisor_log import SupervisorLog
 from record.trust import keep_to_owner
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
@@ -136,7 +136,7 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     folder = ROOT / "runs" / recipe.run
-    book = Book(folder)
+    supervisor_log = SupervisorLog(folder)
 
     def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
         command = command_of(goes_on(words) if has_begun else words)
@@ -144,8 +144,8 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
             command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
         )
 
-    def mend(life: Life | None, lived: Lived | None) -> Start:
-        if recipe.cluster.device != "cpu":  # as the doctor does on other hosts, before each life
+    def mend(attempt: Attempt | None, lived: Lived | None) -> Start:
+        if recipe.cluster.device != "cpu":  # as the doctor does on other hosts, before each attempt
             found = gpus()
             if "problem" in found:
                 print(f"warning: GPUs: {found['problem']}", file=sys.stderr)
@@ -153,15 +153,15 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
                 raise UserError(*problems)
         return Start(ranks, live)
 
-    forget(folder)  # what a life that is over was asked
+    forget(folder)  # what an attempt that is over was asked
     facts = functools.partial(host_facts, os.environ)
-    with start.signals() as asked, alerts_of(recipe, book) as tell:
+    with start.signals() as asked, alerts_of(recipe, supervisor_log) as tell:
         return supervise(
             mend,
-            book,
-            Budget(0 if once else recipe.restart.lives, before(recipe, book)),
+            supervisor_log,
+            Budget(0 if once else recipe.restart.attempts, before(recipe, supervisor_log)),
             asked,
-            lambda why: keep(book, why, facts(), os.environ),
+            lambda why: keep(supervisor_log, why, facts(), os.environ),
             0.0 if once else recipe.restart.wait_s,
             tell,
         )
@@ -173,14 +173,14 @@ def command_of(words: list[str]) -> list[str]:
 
 
 def goes_on(words: list[str]) -> list[str]:
-    """The words of a later life: what `resume=fresh` set aside is not to be set aside again."""
+    """The words of a later attempt: what `resume=fresh` set aside is not to be set aside again."""
     return [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
 
 
-def before(recipe: Recipe, book: Book) -> tuple[int, int, int]:
-    """How far the run has come before the first life of this launch."""
-    is_anew = recipe.resume == "fresh" and not book.has_begun()
-    return (0, 0, 0) if is_anew else book.place()
+def before(recipe: Recipe, supervisor_log: SupervisorLog) -> tuple[int, int, int]:
+    """How far the run has come before the first attempt of this launch."""
+    is_anew = recipe.resume == "fresh" and not supervisor_log.has_begun()
+    return (0, 0, 0) if is_anew else supervisor_log.place()
 
 
 def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -199,10 +199,10 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
     refuse_split_groups(recipe, per_host)
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
-    say(f"variables that go along: {names} (PASS= adds others)")
+    log(f"variables that go along: {names} (PASS= adds others)")
     if place.cluster.via != "srun":  # which takes all variables along
         for line in left_here(os.environ, place.named):
-            say(f"warning: {line}")
+            log(f"warning: {line}")
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
@@ -210,25 +210,25 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
         port=wanted_port(os.environ),
     )
     job = os.environ.get("SLURM_JOB_ID", "") if place.cluster.via == "srun" else ""
-    book = Book(ROOT / "runs" / recipe.run, job)
-    forget(book.folder)
-    rules = replace(recipe.restart, lives=0) if once else recipe.restart
-    with start.signals() as asked, alerts_of(recipe, book) as tell:
+    supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run, job)
+    forget(supervisor_log.folder)
+    rules = replace(recipe.restart, attempts=0) if once else recipe.restart
+    with start.signals() as asked, alerts_of(recipe, supervisor_log) as tell:
         fleet = Fleet(
             place.cluster,
             list(place.spares),
             inspection,
             rules,
             place.included,
-            book.failures,
-            book.note,
+            supervisor_log.failures,
+            supervisor_log.note,
             lambda hosts: check(words, per_host * hosts, is_running=True),
-            say,
+            log,
             tell=tell,
         )
 
-        def mend(life: Life | None, lived: Lived | None) -> Start:
-            fleet.mend(life, {end.host for end in lived.ends if end.is_lost} if lived else set())
+        def mend(attempt: Attempt | None, lived: Lived | None) -> Start:
+            fleet.mend(attempt, {end.host for end in lived.ends if end.is_lost} if lived else set())
             return Start(per_host * len(fleet.cluster.hosts), live)
 
         def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
@@ -245,30 +245,36 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
 
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
-        budget = Budget(rules.lives, before(recipe, book), busy_s=2 * recipe.cluster.lost_s)
+        budget = Budget(
+            rules.attempts, before(recipe, supervisor_log), busy_s=2 * recipe.cluster.lost_s
+        )
         watch = SpareWatch(
-            lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, say,
-            book.note,
+            lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, log,
+            supervisor_log.note,
         )  # fmt: skip
         with watch:
             return supervise(
-                mend, book, budget, asked,
-                lambda why: keep(book, why, fleet.facts, os.environ),
+                mend, supervisor_log, budget, asked,
+                lambda why: keep(supervisor_log, why, fleet.facts, os.environ),
                 0.0 if once else rules.wait_s, tell,
             )  # fmt: skip
 
 
 @contextlib.contextmanager
-def alerts_of(recipe: Recipe, book: Book) -> Iterator[Callable[[str, str], None]]:
+def alerts_of(
+    recipe: Recipe, supervisor_log: SupervisorLog
+) -> Iterator[Callable[[str, str], None]]:
     """How the launcher tells people of what ranks that are gone cannot."""
-    alerts = Alerts(recipe.run, recipe.alerts, book.event, say)
+    alerts = Alerts(recipe.run, recipe.alerts, supervisor_log.event, log)
     try:
         yield lambda kind, text: alerts.pass_on(kind, f"{recipe.run}: {text}")
     finally:
         alerts.close()
 
 
-def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+def keep(
+    supervisor_log: SupervisorLog, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]
+) -> Path | None:
     """A bundle of a run that is given up; None where it has no folder, or the disk is full. Puts
     the end on record.
 
@@ -281,15 +287,15 @@ def keep(book: Book, why: str, hosts: Mapping[str, Any], environ: Mapping[str, s
         "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
     }
     try:
-        made = write_bundle(book.folder, book.name(), known)
+        made = write_bundle(supervisor_log.folder, supervisor_log.name(), known)
     except OSError:
         made = None
-    shown = str(made.relative_to(book.folder)) if made else None
-    book.event("gave_up", reason=why, bundle=shown)
+    shown = str(made.relative_to(supervisor_log.folder)) if made else None
+    supervisor_log.event("gave_up", reason=why, bundle=shown)
     return made
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """A line of the launcher's own."""
     print(line, flush=True)
 
@@ -340,20 +346,20 @@ def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
     recipe = compose_command(words, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
     try:
         schedule = schedule_of(recipe)
-        settled = settle(recipe, ranks, schedule)
+        resolved = resolve(recipe, ranks, schedule)
     except UserError as error:
         raise UserError(*error.problems, *corpus_problems(recipe.data, ROOT)) from None
-    confirm(settled.config)
+    confirm(resolved.config)
     if recipe.log.wandb is not None:
         require_wandb(recipe.log.wandb)
     folder = ROOT / "runs" / recipe.run
-    if not is_running:  # the supervisor's own last life may be ending
+    if not is_running:  # the supervisor's own last attempt may be ending
         refuse_busy(folder)
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    standing(folder, recipe, stream.state(), stream.past, settled.last_step)
-    stream.check(settled.last_step, recipe.eval_tokens)
-    return Checked(recipe, 2 * CHECKPOINT_BYTES * settled.num_parameters / 2**30)
+    standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
+    stream.check(resolved.last_step, recipe.eval_tokens)
+    return Checked(recipe, 2 * CHECKPOINT_BYTES * resolved.num_parameters / 2**30)
 
 
 if __name__ == "__main__":

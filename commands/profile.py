@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     seen = read_profile(folder)
     lines = report(seen, options.run)
     (folder / FOLDER / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    events = EventFiles(folder / "tensorboard" / FOLDER, life=1, after_step=0)
+    events = EventFiles(folder / "tensorboard" / FOLDER, attempt=1, after_step=0)
     events.text(0, f"{folder.name}/where the time goes", "\n".join(lines))
     events.close()
     print("\n".join(terminal(seen)))

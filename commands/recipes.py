@@ -1,4 +1,4 @@
-"""`make recipes`: the dishes with size, length and axes, from the same arithmetic as the run.
+"""`make recipes`: the recipes with size, length and axes, from the same arithmetic as the run.
 
 python -m commands.recipes
 """
@@ -11,7 +11,7 @@ from base.errors import UserError
 from base.table import scaled, table
 from data.stream.schedule import schedule_of
 from model.cost import num_parameters
-from recipes.compose import compose, dishes, locate
+from recipes.compose import compose, locate, recipe_names
 from recipes.schema import Recipe
 from runtime.resolve import length_in_steps
 
@@ -21,17 +21,19 @@ HEAD = ["recipe", "parameters", "tokens", "steps", "tokens/step", "axes", "zero"
 def main() -> int:
     """Entry of `python -m commands.recipes`; a broken recipe is listed with its first problem."""
     sized = []
-    for dish in dishes():
+    for recipe_name in recipe_names():
         try:
-            recipe = compose(dish).recipe
-            sized.append((num_parameters(recipe.model), row(dish, recipe)))
+            recipe = compose(recipe_name).recipe
+            sized.append((num_parameters(recipe.model), row(recipe_name, recipe)))
         except UserError as error:
-            sized.append((0, [dish, *[""] * (len(HEAD) - 2), f"refused: {error.problems[0]}"]))
+            sized.append(
+                (0, [recipe_name, *[""] * (len(HEAD) - 2), f"refused: {error.problems[0]}"])
+            )
     print(table([HEAD, *(cells for _, cells in sorted(sized))], indent=""))
     return 0
 
 
-def row(dish: str, recipe: Recipe) -> list[str]:
+def row(recipe_name: str, recipe: Recipe) -> list[str]:
     """One line of the table."""
     parameters = num_parameters(recipe.model)
     schedule = schedule_of(recipe)
@@ -40,20 +42,20 @@ def row(dish: str, recipe: Recipe) -> list[str]:
     sizes = {"tensor": axes.tensor, "pipeline": axes.pipeline, "context": axes.context}
     sizes = {name: size for name, size in sizes.items() if size > 1}
     return [
-        dish,
+        recipe_name,
         scaled(parameters),
         scaled(schedule.tokens_after(steps)),
         f"{steps:,}",
         scaled(schedule.sequences_at(1) * recipe.seq_len),
         " x ".join(f"{name} {size}" for name, size in sizes.items()) or "data only",
         str(recipe.zero),
-        command(dish),
+        command(recipe_name),
     ]
 
 
-def command(dish: str) -> str:
-    """The first comment of a dish: the command that trains it."""
-    return locate(dish).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+def command(recipe_name: str) -> str:
+    """The first comment of a recipe: the command that trains it."""
+    return locate(recipe_name).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ QUIET_GROUPS = {
     "log": {"tensorboard": False, "wandb": None, "profile": None, "communication": False},
     "health": {"rewind": 0},
     "alerts": {"command": []},
-    "restart": {"lives": 0},
+    "restart": {"attempts": 0},
 }
 # Facts of a machine and its software that may change the last bits.
 PLACE = ("python", "torch", "cuda", "packages", "machine", "processor", "cpu", "threads", "gpu")
@@ -101,9 +101,9 @@ def main(arguments: list[str]) -> int:
     found = conclude(order.recorded, *seen, order.is_same_layout and places[0] == order.place)
     print(shown(order, seen))
     print(f"{found.kind}: {found.text}")
-    lives = [event["life"] for event in read_events(order.folder)]
+    attempts = [event["attempt"] for event in read_events(order.folder)]
     record_event(
-        order.folder, "replayed", life=max(lives, default=1), step=order.step,
+        order.folder, "replayed", attempt=max(attempts, default=1), step=order.step,
         conclusion=found.kind, text=found.text,
     )  # fmt: skip
     for number in TRIES:

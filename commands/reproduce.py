@@ -2,7 +2,7 @@
 
     environment.json  commit and diff -> the code, in a temporary git worktree where it is not this
                       recipe, layout -> the same words, the same number of ranks
-    history.jsonl     rewinds, skips, changes -> legs, one start after the other
+    history.jsonl     rewinds, skips, changes -> replay segments, one start after the other
     (compare.replay_segments)
     metrics.jsonl, ledger/            -> each loss, norm, rate and batch hash, compared exactly
 
@@ -30,7 +30,7 @@ from checkpoint.lineage import Line, read, run_folder
 from checkpoint.load.allowed_changes import check_resume
 from compare.agreement import compared, numbers_of, told, why_not_bits
 from compare.recorded_code import Code, recorded_code
-from compare.replay_segments import Leg, plan
+from compare.replay_segments import ReplaySegment, plan
 from compare.runner import interrupted_by_sigterm
 from recipes.check import folder_name
 from record import environment, history
@@ -54,13 +54,15 @@ def main(arguments: list[str]) -> int:
         copy = copy_folder(folder, options.name)
         lines, entries = read(folder), environment.read(folder)
         reached = last_steps(folder)
-        legs, numbers = plan(lines, entries, reached)
-        print(outline(folder, copy, legs), flush=True)
+        replay_segments, numbers = plan(lines, entries, reached)
+        print(outline(folder, copy, replay_segments), flush=True)
         with (
             interrupted_by_sigterm(),
-            recorded_code(ROOT, [leg.entry for leg in legs], print) as code,
+            recorded_code(
+                ROOT, [replay_segment.entry for replay_segment in replay_segments], print
+            ) as code,
         ):
-            train(copy, legs, numbers, code)
+            train(copy, replay_segments, numbers, code)
     except UserError as error:
         return refuse(error)
     except Broken as broken:
@@ -70,7 +72,11 @@ def main(arguments: list[str]) -> int:
         print(f"interrupted; runs/{copy.name} holds what was trained", file=sys.stderr)
         return FAILED
     found = compared(numbers_of(folder), numbers_of(copy), numbers)
-    reasons = why_not_bits([leg.entry for leg in legs], environment.read(copy), code.notes)
+    reasons = why_not_bits(
+        [replay_segment.entry for replay_segment in replay_segments],
+        environment.read(copy),
+        code.notes,
+    )
     text, is_good = told(found, reasons)
     print(text)
     return FINISHED if is_good else FAILED
@@ -96,33 +102,40 @@ def last_steps(folder: Path) -> dict[int, int]:
     return reached
 
 
-def outline(folder: Path, copy: Path, legs: Sequence[Leg]) -> str:
+def outline(folder: Path, copy: Path, replay_segments: Sequence[ReplaySegment]) -> str:
     """What is about to happen, for a person."""
     rows = [f"{folder.name} is trained again as {copy.name}:"]
-    for leg in legs:
-        ranks = leg.entry["layout"]["world"]
-        back = f" (back to {leg.after})" if leg.opens else ""
-        rows.append(f"  segment {leg.segment}: steps {leg.after + 1} to {leg.stop}{back},"
+    for replay_segment in replay_segments:
+        ranks = replay_segment.entry["layout"]["world"]
+        back = f" (back to {replay_segment.after})" if replay_segment.opens else ""
+        steps = f"{replay_segment.after + 1} to {replay_segment.stop}"
+        rows.append(f"  segment {replay_segment.segment}: steps {steps}{back},"
                     f" {ranks} rank{'s' * (ranks != 1)}")  # fmt: skip
     return "\n".join(rows)
 
 
-def train(copy: Path, legs: Sequence[Leg], numbers: dict[int, int], code: Code) -> None:
-    """Every leg, in order; `numbers`: recorded segment -> the copy's. Raises Broken."""
-    recipes = [leg.entry["recipe"] for leg in legs]
+def train(
+    copy: Path, replay_segments: Sequence[ReplaySegment], numbers: dict[int, int], code: Code
+) -> None:
+    """Every replay segment, in order; `numbers`: recorded segment -> the copy's. Raises Broken."""
+    recipes = [replay_segment.entry["recipe"] for replay_segment in replay_segments]
     allow = sorted({key for one in recipes for key in differing(recipes[0], one)})
     with tempfile.TemporaryDirectory() as place:
-        for number, leg in enumerate(legs):
-            if leg.opens is not None:
-                open_segment(copy, leg.opens)
-            path = Path(place) / f"leg-{number}.yaml"
+        for number, replay_segment in enumerate(replay_segments):
+            if replay_segment.opens is not None:
+                open_segment(copy, replay_segment.opens)
+            path = Path(place) / f"replay-segment-{number}.yaml"
             # JSON is YAML; this version of the project need not understand every knob in it.
-            path.write_text(json.dumps(leg.entry["recipe"]), encoding="utf-8")
-            command = [*entry(leg.entry), f"recipe={path}", *words(copy.name, leg.stop, allow)]
+            path.write_text(json.dumps(replay_segment.entry["recipe"]), encoding="utf-8")
+            command = [
+                *entry(replay_segment.entry),
+                f"recipe={path}",
+                *words(copy.name, replay_segment.stop, allow),
+            ]
             status, tail = run_one(command, code)
-            own = read_metrics(copy, numbers[leg.segment])
+            own = read_metrics(copy, numbers[replay_segment.segment])
             reached = max((line["step"] for line in own), default=0)
-            if status not in (FINISHED, REWOUND) and reached < leg.stop:
+            if status not in (FINISHED, REWOUND) and reached < replay_segment.stop:
                 raise Broken(f"{copy.name} ended at step {reached} with status {status}:\n{tail}")
 
 
@@ -138,7 +151,9 @@ def entry(conditions: dict[str, Any]) -> list[str]:
 
 
 def words(name: str, stop: int, allow: Sequence[str]) -> list[str]:
-    """What a leg adds to its recipe: another name, an end, saves there and nowhere else."""
+    """What a replay segment adds to its recipe: another name, an end, saves there and nowhere
+    else.
+    """
     return [
         f"run={name}", f"stop_after={stop}", "resume=auto", f"allow=[{','.join(allow)}]",
         "checkpoint.interval=0", "checkpoint.at_end=true", "checkpoint.keep=1000",
@@ -147,7 +162,7 @@ def words(name: str, stop: int, allow: Sequence[str]) -> list[str]:
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
-    """The knobs that a later leg needs to have allowed."""
+    """The knobs that a later replay segment needs to have allowed."""
     for change in check_resume(one, other).changes:
         if change.treatment == "deliberate":
             yield change.key
@@ -172,7 +187,7 @@ def places(line: Line) -> tuple[int, list]:
 
 
 def run_one(command: list[str], code: Code) -> tuple[int, str]:
-    """Start one leg in the recorded code; its status and the end of what it said."""
+    """Start one replay segment in the recorded code; its status and the end of what it said."""
     last: list[str] = []
     with subprocess.Popen(
         ["env", f"PYTHONPATH={code.root}", *command],

@@ -30,7 +30,7 @@ from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 GIB = 2**30
 
@@ -43,50 +43,50 @@ def main(arguments: Sequence[str]) -> int:
     add_words(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        dish, *overrides = words_of(options)
+        recipe_name, *overrides = words_of(options)
         world = None if options.world is None else read_ranks("WORLD", options.world)
-        shown = collect(dish, overrides, world)
+        shown = collect(recipe_name, overrides, world)
     except UserError as error:
         return refuse(error)
     print(json.dumps(shown, indent=2) if options.json else text(shown))
     return 0
 
 
-def collect(dish: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
+def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
-    composed = compose(dish, overrides, ds_problems)
+    composed = compose(recipe_name, overrides, ds_problems)
     recipe = composed.recipe
     world = world or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
-    settled = settle(recipe, world, schedule)
-    confirm(settled.config)
-    sources, refused = usage(recipe, schedule, settled.last_step)
+    resolved = resolve(recipe, world, schedule)
+    confirm(resolved.config)
+    sources, refused = usage(recipe, schedule, resolved.last_step)
     return {
         "recipe": dataclasses.asdict(recipe),
         "recipe_origins": composed.origins,
-        "layout": settled.layout.as_dict(),
-        "layout_text": settled.layout.describe(),
-        "run": length(recipe, settled, schedule),
-        "ds_config": settled.config,
-        "ds_origins": ds_origins(composed, settled),
-        "optimizer_class": settled.engine.optimizer_class,
-        "state": state(recipe, settled),
+        "layout": resolved.layout.as_dict(),
+        "layout_text": resolved.layout.describe(),
+        "run": length(recipe, resolved, schedule),
+        "ds_config": resolved.config,
+        "ds_origins": ds_origins(composed, resolved),
+        "optimizer_class": resolved.engine.optimizer_class,
+        "state": state(recipe, resolved),
         "data": sources,
-        "warnings": [*composed.warnings, *settled.warnings, *refused],
+        "warnings": [*composed.warnings, *resolved.warnings, *refused],
     }
 
 
-def length(recipe: Recipe, settled: Settled, schedule: Schedule) -> dict[str, Any]:
+def length(recipe: Recipe, resolved: Resolved, schedule: Schedule) -> dict[str, Any]:
     """Size of the model and of the run."""
-    by_length = schedule.tokens_by_length(settled.total_steps)
+    by_length = schedule.tokens_by_length(resolved.total_steps)
     tokens = sum(by_length.values())
     return {
-        "parameters": settled.num_parameters,
-        "steps": settled.total_steps,
-        "last_step": settled.last_step,
-        "warmup_steps": settled.warmup_steps,
+        "parameters": resolved.num_parameters,
+        "steps": resolved.total_steps,
+        "last_step": resolved.last_step,
+        "warmup_steps": resolved.warmup_steps,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / settled.num_parameters,
+        "tokens_per_parameter": tokens / resolved.num_parameters,
         "flops": sum(
             flops_per_token(recipe.model, size) * tokens for size, tokens in by_length.items()
         ),
@@ -94,18 +94,18 @@ def length(recipe: Recipe, settled: Settled, schedule: Schedule) -> dict[str, An
     }
 
 
-def ds_origins(composed: Composed, settled: Settled) -> dict[str, str]:
+def ds_origins(composed: Composed, resolved: Resolved) -> dict[str, str]:
     """Origin of each key of the JSON; a `ds.` knob says where it was set."""
     known = composed.origins
     return {
         key: f"{origin} ({known[origin]})" if origin in known else origin
-        for key, origin in settled.engine.origins.items()
+        for key, origin in resolved.engine.origins.items()
     }
 
 
-def state(recipe: Recipe, settled: Settled) -> dict[str, Any]:
+def state(recipe: Recipe, resolved: Resolved) -> dict[str, Any]:
     """Bytes of training state per parameter of one rank's share, and in all."""
-    layout, engine = settled.layout, settled.engine
+    layout, engine = resolved.layout, resolved.engine
     parts = of_layout(recipe, layout, engine)
     per_stage = parameters_per_stage(recipe.model, layout)
     share = max(per_stage)

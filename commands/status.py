@@ -32,7 +32,7 @@ from runtime.log.console import number
 
 RECENT = 20  # steps that a speed is taken of
 ROUTINE = (
-    "began", "life", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
+    "began", "attempt", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
     "interrupted", "interval", "gave_up",
 )  # fmt: skip
 SHOWN_ALARMS = 3
@@ -57,7 +57,7 @@ class State:
     """A run as its folder shows it at `now_s`."""
 
     folder: Path
-    lives: bool
+    is_running: bool
     seen: Mapping[str, Any]  # what rank 0 showed last
     events: Sequence[Mapping[str, Any]]
     lines: Sequence[Mapping[str, Any]]
@@ -87,19 +87,19 @@ def state_of(folder: Path) -> State:
 
 def describe(state: State) -> list[str]:
     """The lines for a person."""
-    return [*(living(state) if state.lives else ended(state)), *record(state), *alarms(state)]
+    return [*(living(state) if state.is_running else ended(state)), *record(state), *alarms(state)]
 
 
 def living(state: State) -> list[str]:
     """What a run that lives is doing."""
-    seen, lives = state.seen, number_of_lives(state)
+    seen, attempts = state.seen, number_of_attempts(state)
     doing = "ranks are starting"
     if seen:
         ago = duration(max(0.0, state.now_s - seen["unix_s"]))
         doing = f"phase {seen['phase']}"
         doing += f", step {seen['step']}{of_steps(state)}" if seen["step"] else ""
         doing += f" ({ago} ago; process {seen['pid']} on {seen['host']})"
-    lines = [f"{state.folder.name} runs, life {lives}: {doing}"]
+    lines = [f"{state.folder.name} runs, attempt {attempts}: {doing}"]
     request = read_request(state.folder)
     if request is not None:
         kind = "without a save" if request.get("now") else "with a save"
@@ -111,7 +111,7 @@ def ended(state: State) -> list[str]:
     """How a run that does not live ended, and the next command."""
     name, ends = state.folder.name, [event for event in state.events if is_end(event)]
     if not state.events:
-        return [f"{name} does not run and has no record of a life", *next_command(state)]
+        return [f"{name} does not run and has no record of an attempt", *next_command(state)]
     last = ends[-1] if ends else state.events[-1]
     how = line_of(last) if ends and not is_open(state) else None
     if state.events[-1]["kind"] in ENDINGS:
@@ -120,17 +120,17 @@ def ended(state: State) -> list[str]:
     # Without a last word the newest sign of life counts.
     signs = [unix_s(state.events[-1]), state.line_s or 0.0, state.seen.get("unix_s", 0.0)]
     ago = duration(max(0.0, state.now_s - (unix_s(last) if how else max(signs))))
-    how = how or "its last life left no word"
+    how = how or "its last attempt left no word"
     lines = [f"{name} does not run; it ended {ago} ago", f"  {how}"]
     reasons = [event for event in state.events if event.get("reason") and not is_end(event)]
-    if reasons and reasons[-1]["life"] == last["life"]:
+    if reasons and reasons[-1]["attempt"] == last["attempt"]:
         lines.append(f"  reason: {reasons[-1]['reason']}")
     return [*lines, *next_command(state)]
 
 
 def is_open(state: State) -> bool:
-    """Whether the newest life has no line of its end."""
-    return state.events[-1]["life"] not in {e["life"] for e in state.events if is_end(e)}
+    """Whether the newest attempt has no line of its end."""
+    return state.events[-1]["attempt"] not in {e["attempt"] for e in state.events if is_end(e)}
 
 
 def next_command(state: State) -> list[str]:
@@ -139,7 +139,7 @@ def next_command(state: State) -> list[str]:
     if state.launcher:
         return [f"  next: nothing to do: its launcher ({state.launcher}) starts it"]
     kinds = [event["kind"] for event in state.events if event["kind"] in ROUTINE]
-    # The last life may have been killed on its way out.
+    # The last attempt may have been killed on its way out.
     total = total_steps(state.folder)
     is_saved = bool(state.saved and total and state.saved[0] >= total)
     if is_saved or "finished" in kinds[-2:]:
@@ -164,7 +164,7 @@ def record(state: State) -> list[str]:
     lines = []
     if state.lines:
         last = state.lines[-1]
-        recent = [line for line in state.lines if not line["first_of_life"]]
+        recent = [line for line in state.lines if not line["first_of_attempt"]]
         fields = [
             f"step {last['step']}{of_steps(state)}",
             f"loss {number(last['loss'], '.4f')}",
@@ -175,7 +175,7 @@ def record(state: State) -> list[str]:
             step_s = statistics.median(line["step_s"] for line in recent)
             fields += [f"{statistics.median(speeds):,.0f} tokens/s", f"{step_s:.2f} s/step"]
             total = total_steps(state.folder)
-            if state.lives and total and total > last["step"]:
+            if state.is_running and total and total > last["step"]:
                 fields.append(f"{duration((total - last['step']) * step_s)} left")
         lines.append("  " + "  ".join(fields))
         lines[0] += f"  (newest line {duration(max(0.0, state.now_s - state.line_s))} old)"
@@ -187,7 +187,7 @@ def record(state: State) -> list[str]:
     else:
         lines.append("  no checkpoint yet")
     failures = sum(event["cause"] in FAILURES for event in state.events if is_end(event))
-    lines.append(f"  lives: {number_of_lives(state)}, failures: {failures}")
+    lines.append(f"  attempts: {number_of_attempts(state)}, failures: {failures}")
     return lines
 
 
@@ -202,9 +202,9 @@ def alarms(state: State) -> list[str]:
     ]
 
 
-def number_of_lives(state: State) -> int:
-    """Lives so far, with the one that goes on."""
-    return max((event["life"] for event in state.events), default=0)
+def number_of_attempts(state: State) -> int:
+    """Attempts so far, with the one that goes on."""
+    return max((event["attempt"] for event in state.events), default=0)
 
 
 def of_steps(state: State) -> str:
@@ -225,7 +225,7 @@ def recipe_of(folder: Path) -> str:
 
 
 def world_of(folder: Path) -> int | None:
-    """Ranks of the newest life."""
+    """Ranks of the newest attempt."""
     try:
         return len(json.loads((folder / "layout.json").read_text())["places"])
     except (OSError, ValueError, KeyError, TypeError):

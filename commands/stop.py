@@ -78,7 +78,7 @@ def outcome(folder: Path, began: float) -> int:
     for event in reversed(recent):
         if event["kind"] in ("stopped", "finished"):
             if event.get("reason") == BETWEEN_LIVES:
-                print("stopped between two lives")
+                print("stopped between two attempts")
                 return FINISHED
             saved = event.get("is_saved")
             how = {True: ", saved", False: ", not saved", None: ""}[saved]

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = options.out or Path("corpora") / f"tokenizer-{options.vocab}"
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(f"tokenizer {out}: {text}", file=sys.stderr, flush=True)
 
     try:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
         settings = read_settings(words)
         with writing(out):
-            tokenizer = train(options.source, options.vocab, settings, say)
+            tokenizer = train(options.source, options.vocab, settings, log)
             tokenizer.save(out)
     except UserError as error:
         return refuse(error)

@@ -33,7 +33,7 @@ class Code:
 
 @contextlib.contextmanager
 def recorded_code(
-    root: Path, entries: Sequence[dict[str, Any]], say: Callable[[str], None]
+    root: Path, entries: Sequence[dict[str, Any]], log: Callable[[str], None]
 ) -> Iterator[Code]:
     """The code of the first of `entries` (conditions of starts, see record.environment). Raises
     UserError where a commit is known but cannot be had.
@@ -43,7 +43,7 @@ def recorded_code(
     if wanted["commit"] is None:
         notes.append("the record knows no commit: the code is that of now")
     elif any(wanted[name] != now[name] for name in ("commit", "diff", "untracked")):
-        with worktree(root, wanted, say) as (place, more):
+        with worktree(root, wanted, log) as (place, more):
             yield Code(place, notes + more)
         return
     yield Code(root, notes)
@@ -59,7 +59,7 @@ def several(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 @contextlib.contextmanager
 def worktree(
-    root: Path, wanted: dict[str, Any], say: Callable[[str], None]
+    root: Path, wanted: dict[str, Any], log: Callable[[str], None]
 ) -> Iterator[tuple[Path, list[str]]]:
     """A worktree of a commit with the recorded diff on top, and notes."""
     commit = wanted["commit"]
@@ -72,7 +72,7 @@ def worktree(
             f" {' '.join(done.stderr.split())}; fetch it first"
         )
     try:
-        say(f"code: commit {commit[:12]} in {place}")
+        log(f"code: commit {commit[:12]} in {place}")
         notes = [*apply(place, wanted.get("diff")), *untracked(root, place, wanted["untracked"])]
         for name in SHARED:
             (root / name).mkdir(exist_ok=True)

@@ -1,10 +1,12 @@
-"""How to train a run again: the legs between its starts, rewinds and changes of conditions.
+"""How to train a run again: the replay segments between its starts, rewinds and changes of
+conditions.
 
     recorded   segment 0: steps 1 to 105 on 2 ranks; segment 1 from step 80: 81 to 120 on 2 ranks,
                then 121 to 200 on 4
-    legs       (0, to 80), (0, to 105), turn back to 80, (1, to 120), (1, to 200 on 4)
+    replay segments       (0, to 80), (0, to 105), turn back to 80, (1, to 120), (1, to 200 on 4)
 
-The one rule: a leg ends where the next one has to begin, so that every place that a later leg goes
+The one rule: a replay segment ends where the next one has to begin, so that every place that a
+later replay segment goes
 on from has a checkpoint. Pure: from what a run folder says to a list. Units: steps.
 """
 
@@ -19,9 +21,9 @@ from checkpoint.lineage import Line, lineage, segments
 
 
 @dataclass(frozen=True)
-class Leg:
+class ReplaySegment:
     """One start: train `segment` up to `stop` under the conditions of `entry`. `opens` is the line
-    of the history that has to stand there before, for the first leg of a later segment.
+    of the history that has to stand there before, for the first replay segment of a later segment.
     """
 
     segment: int  # as recorded
@@ -33,8 +35,8 @@ class Leg:
 
 def plan(
     lines: Sequence[Line], entries: Sequence[dict[str, Any]], reached: dict[int, int]
-) -> tuple[list[Leg], dict[int, int]]:
-    """The legs, and the numbers that the segments get: recorded -> new.
+) -> tuple[list[ReplaySegment], dict[int, int]]:
+    """The replay segments, and the numbers that the segments get: recorded -> new.
 
     `entries` are the conditions of the run's starts (environment.json), `reached` the last recorded
     step of each segment. Segments that recorded nothing and that nothing goes on from are left out.
@@ -45,7 +47,7 @@ def plan(
     if not wanted:
         raise UserError("the run has recorded no step")
     numbers = {old: new for new, old in enumerate(sorted(wanted))}
-    legs = []
+    replay_segments = []
     for old in sorted(wanted):
         line = opened[old]
         opens = renumbered(line, numbers) if line["parent"] is not None else None
@@ -55,8 +57,8 @@ def plan(
             if one["parent"] is not None and one["parent"]["segment"] == old
         }
         own = of_segment(entries, old)
-        legs += between(old, line["first_step"] - 1, reached.get(old), stops, own, opens)
-    return legs, numbers
+        replay_segments += between(old, line["first_step"] - 1, reached.get(old), stops, own, opens)
+    return replay_segments, numbers
 
 
 def between(
@@ -66,8 +68,8 @@ def between(
     stops: set[int],
     entries: Sequence[dict[str, Any]],
     opens: Line | None,
-) -> list[Leg]:
-    """The legs of one segment: cut at `stops` and where conditions changed."""
+) -> list[ReplaySegment]:
+    """The replay segments of one segment: cut at `stops` and where conditions changed."""
     if last is None:
         raise UserError(f"segment {segment} has recorded no step, but a later one goes on from it")
     if not entries or entries[0]["after_step"] > after:
@@ -79,11 +81,13 @@ def between(
         raise UserError(f"segment {segment}: step {max(stops)} is not on record")
     cuts = {one["after_step"] for one in entries} | stops | {last}
     ends = sorted(cut for cut in cuts if after < cut <= last)
-    legs = []
+    replay_segments = []
     for begin, end in zip([after, *ends], ends, strict=False):
         entry = [one for one in entries if one["after_step"] <= begin][-1]
-        legs.append(Leg(segment, begin, end, entry, opens if begin == after else None))
-    return legs
+        replay_segments.append(
+            ReplaySegment(segment, begin, end, entry, opens if begin == after else None)
+        )
+    return replay_segments
 
 
 def of_segment(entries: Sequence[dict[str, Any]], segment: int) -> list[dict[str, Any]]:

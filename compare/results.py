@@ -4,7 +4,7 @@
     the runs of one variant -> Side      all sides -> Agreement of losses, what differs
 
 One rule: every number comes from a run's record; nothing is measured or estimated here. The first
-step of each life is warm-up and in no number (as in runtime.log.metrics.summary). Numbers of a
+step of each attempt is warm-up and in no number (as in runtime.log.metrics.summary). Numbers of a
 variant
 are over the steps of all its runs together.
 
@@ -58,7 +58,7 @@ class RunResult:
     @property
     def steady(self) -> list[dict[str, Any]]:
         """The lines that are not warm-up."""
-        return [line for line in self.lines if not line["first_of_life"]]
+        return [line for line in self.lines if not line["first_of_attempt"]]
 
     @property
     def losses(self) -> dict[int, float | None]:

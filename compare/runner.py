@@ -72,10 +72,10 @@ def entry(ranks: int, *options: str) -> list[str]:
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the last life of a run reached the comparison's last step."""
+    """Whether the last attempt of a run reached the comparison's last step."""
     if not (folder / METRICS).is_file():
         return False
-    events = [event["kind"] for event in read_events(folder) if event["kind"] != "life"]
+    events = [event["kind"] for event in read_events(folder) if event["kind"] != "attempt"]
     lines = read_metrics(folder)
     return bool(events) and events[-1] == "finished" and bool(lines) and lines[-1]["step"] == steps
 
@@ -94,7 +94,7 @@ def run_all(plan: Plan, folder: Path) -> None:
                 continue
             if is_finished(RUNS / turn.run, plan.steps):
                 bar.update(plan.steps)
-                say(bar, f"{title}: finished before")
+                log(bar, f"{title}: finished before")
                 continue
             begin, done, load = time.monotonic(), bar.n, os.getloadavg()[0]
             status = run_one(plan, turn, folder, lambda steps, done=done: move(bar, done + steps))
@@ -106,12 +106,12 @@ def run_all(plan: Plan, folder: Path) -> None:
             if is_good:
                 move(bar, done + plan.steps)
                 speed = number(summary(RUNS / turn.run)["tokens_per_s"], ",.0f")
-                say(bar, f"{title}: {speed} tokens/s ({duration(seconds)} with its start)")
+                log(bar, f"{title}: {speed} tokens/s ({duration(seconds)} with its start)")
             else:
                 failed.add(turn.variant.slug)
                 bar.total -= plan.steps
                 move(bar, done)
-                say(bar, f"{title}: FAILED: {reason}")
+                log(bar, f"{title}: FAILED: {reason}")
 
 
 def progress(plan: Plan) -> tqdm:
@@ -120,7 +120,7 @@ def progress(plan: Plan) -> tqdm:
     return tqdm(total=total, unit="step", disable=None, dynamic_ncols=True, smoothing=0)
 
 
-def say(bar: tqdm, text: str) -> None:
+def log(bar: tqdm, text: str) -> None:
     """A line of its own, above the bar."""
     if bar.disable:
         print(text, flush=True)
@@ -203,14 +203,14 @@ def why(folder: Path, log: Path, status: int) -> str:
     own = [line for line in errors if "ChildFailedError" not in line]
     signals = re.findall(r"[Ss]ignal (\d+)", text) + ([str(-status)] if status < 0 else [])
     events = read_events(folder) if folder.is_dir() else []
-    events = [event for event in events if event["kind"] != "life"]
+    events = [event for event in events if event["kind"] != "attempt"]
     recorded = [event["reason"] for event in events[-1:] if event.get("reason")]
     if said or recorded or own:
         line = (said or recorded or own)[-1]
     elif signals:
         name = signal.Signals(int(signals[-1])).name
         line = f"a rank was ended by signal {signals[-1]} ({name})"
-        line += ", often for want of memory" if name == "SIGKILL" else ""
+        line += ", often out of memory" if name == "SIGKILL" else ""
     else:
         line = f"exit status {status}"
     line = " ".join(line.split())[:LONGEST_REASON]

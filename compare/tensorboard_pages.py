@@ -30,7 +30,14 @@ COLUMNS = {
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
 }
 # What every variant shares or repeats from others; the rest of the curves are drawn.
-LEFT_OUT = ("life", "skipped_steps", "val_loss", "eval_s", "device_memory_gib", "host_memory_gib")
+LEFT_OUT = (
+    "attempt",
+    "skipped_steps",
+    "val_loss",
+    "eval_s",
+    "device_memory_gib",
+    "host_memory_gib",
+)
 
 
 def write(shown: Comparison, folder: Path) -> None:
@@ -45,7 +52,7 @@ def write(shown: Comparison, folder: Path) -> None:
         used.add(name)
         values = {key.rpartition(".")[2]: given[index] for key, given in swept.items()}
         write_side(side, place / name, name, values, shown)
-    report = EventFiles(place / REPORT, life=1, after_step=0)
+    report = EventFiles(place / REPORT, attempt=1, after_step=0)
     # TensorBoard shows no picture inside a text; they have a tab.
     report.text(0, f"{shown.name}/report", markdown(dataclasses.replace(shown, pictures=())))
     for name in shown.pictures:
@@ -65,7 +72,7 @@ def write_side(
     }
     lines = curves(side)
     fields = {field for line in lines.values() for field in line}
-    events = EventFiles(folder, life=1, after_step=0)
+    events = EventFiles(folder, attempt=1, after_step=0)
     events.page(without={*SERIES, *FAMILIES} - fields)
     ranks = {run.layout["world"] for run in shown.runs}
     if len(ranks) > 1:
@@ -115,7 +122,7 @@ def curves(side: Side) -> dict[int, dict[str, float]]:
             known = [
                 line[field]
                 for line in lines
-                if line.get(field) is not None and not (is_speed and line["first_of_life"])
+                if line.get(field) is not None and not (is_speed and line["first_of_attempt"])
             ]
             if known:
                 drawn[step][field] = statistics.median(known)

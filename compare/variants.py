@@ -20,7 +20,7 @@ from base.errors import UserError
 from recipes.check import LONGEST_NAME, folder_name
 from recipes.compose import compose_command, sweep_values
 from recipes.schema import Recipe
-from runtime.resolve import Settled
+from runtime.resolve import Resolved
 
 # What a comparison sets itself: the same for all variants, or nothing would be compared.
 OURS = {
@@ -103,11 +103,11 @@ def plan(
     sweep: list[str],
     steps: int,
     repeats: int,
-    settle: Any,
+    resolve: Any,
 ) -> Plan:
     """The comparison that a command line asks for.
 
-    `settle(recipe)` gives the Settled of a recipe on the ranks. Raises UserError with every
+    `resolve(recipe)` gives the Resolved of a recipe on the ranks. Raises UserError with every
     problem of every variant.
     """
     values = sweep_values(sweep)
@@ -125,8 +125,8 @@ def plan(
         label = " ".join(words)
         try:
             composed = compose_command(command(recipe, overrides, words, steps)).recipe
-            settled: Settled = settle(composed)
-            check_length(settled, composed, steps)
+            resolved: Resolved = resolve(composed)
+            check_length(resolved, composed, steps)
         except UserError as error:
             found += [(label, line) for line in error.problems]
             continue
@@ -172,11 +172,11 @@ def command(recipe: str, overrides: Any, words: Any, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def check_length(settled: Settled, recipe: Recipe, steps: int) -> None:
+def check_length(resolved: Resolved, recipe: Recipe, steps: int) -> None:
     """Raise UserError where the recipe ends before the comparison's last step."""
-    if settled.total_steps < steps:
+    if resolved.total_steps < steps:
         raise UserError(
-            f"STEPS={steps} is more than the {settled.total_steps} steps of {recipe.run}; give"
+            f"STEPS={steps} is more than the {resolved.total_steps} steps of {recipe.run}; give"
             f" fewer, or OVERRIDES=steps={steps}"
         )
 

@@ -1,11 +1,14 @@
-"""Whether a run is started again after a life, and when: pure functions of what the lives were.
+"""Whether a run is started again after an attempt, and when: pure functions of what the attempts
+were.
 
     finished, stopped            the end                 93        the end
     75                           the end: requeue        76        again, at once
-    anything else                again, as long as lives come farther than those before them
+    anything else                again, as long as attempts come farther than those before them
 
-The one rule: only progress buys another try. A life that adds no step and no checkpoint costs one
-of `restart.lives`; a crash before the run's first step ever, or the same want of memory at the same
+The one rule: only progress buys another try. An attempt that adds no step and no checkpoint costs
+one
+of `restart.attempts`; a crash before the run's first step ever, or the same lack of memory at the
+same
 step, is not tried again. Units: seconds, steps.
 """
 
@@ -19,13 +22,13 @@ from launch.ranks.outcome import how
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
 # A rank's own mistake, which the same code makes again.
 OWN = ("failed", "out_of_memory")
-# Not begun, refused, and the life before lost a host: that host's ranks may still hold the run.
+# Not begun, refused, and the attempt before lost a host: that host's ranks may still hold the run.
 BUSY_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Life:
-    """What became of one life. `place` is (segment, step, saved step) of the run after it."""
+class Attempt:
+    """What became of one attempt. `place` is (segment, step, saved step) of the run after it."""
 
     cause: str
     status: int
@@ -47,61 +50,65 @@ class Verdict:
 
 
 class Budget:
-    """Judges the lives of one launch, one after the other."""
+    """Judges the attempts of one launch, one after the other."""
 
-    def __init__(self, lives: int, place: tuple[int, int, int], busy_s: float = 0.0):
-        self._lives, self._busy_s = lives, busy_s
+    def __init__(self, attempts: int, place: tuple[int, int, int], busy_s: float = 0.0):
+        self._attempts, self._busy_s = attempts, busy_s
         self._best_step, self._best_saved = place[:2], (place[0], place[2])
         self._fruitless = 0
         self._oom_at: tuple[int, int] | None = None
-        self._last: Life | None = None
+        self._last: Attempt | None = None
         self._busy_for_s = 0.0
 
-    def judge(self, life: Life) -> Verdict:
-        """What to do after `life`."""
-        before, self._last = self._last, life
-        if life.cause in ("finished", "stopped", "preempted"):
-            return Verdict(False, life.status)
-        if self._waits_for_ghosts(life, before):
+    def judge(self, attempt: Attempt) -> Verdict:
+        """What to do after `attempt`."""
+        before, self._last = self._last, attempt
+        if attempt.cause in ("finished", "stopped", "preempted"):
+            return Verdict(False, attempt.status)
+        if self._waits_for_ghosts(attempt, before):
             self._last = before
             return Verdict(True, 0, BUSY_WAIT_S, "ranks that were cut off may still hold the run")
-        if self._best_step[1] and life.place == (0, 0, 0):
+        if self._best_step[1] and attempt.place == (0, 0, 0):
             why = (
                 f"nothing is left of the run's folder, which had come to step {self._best_step[1]}"
             )
             return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
-        if life.cause == "refused" or self._lives == 0:
-            return Verdict(False, life.status)
-        has_progressed = self._has_progressed(life)
-        if life.cause == "rewound" and (has_progressed or life.has_begun):
+        if attempt.cause == "refused" or self._attempts == 0:
+            return Verdict(False, attempt.status)
+        has_progressed = self._has_progressed(attempt)
+        if attempt.cause == "rewound" and (has_progressed or attempt.has_begun):
             return Verdict(True, why="the run was taken back")
-        if self._best_step[1] == 0 and life.cause in OWN:
-            return Verdict(False, life.status)  # the first step was never done: a mistake to mend
-        why = self._same_want_of_memory(life)
+        if self._best_step[1] == 0 and attempt.cause in OWN:
+            return Verdict(
+                False, attempt.status
+            )  # the first step was never done: a mistake to mend
+        why = self._same_out_of_memory(attempt)
         if why:
             return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
         self._fruitless = 0 if has_progressed else self._fruitless + 1
-        if self._fruitless >= self._lives:
+        if self._fruitless >= self._attempts:
             why = (
-                f"{self._fruitless} lives in a row added no step and no checkpoint beyond step"
-                f" {self._best_step[1]} (restart.lives={self._lives})"
+                f"{self._fruitless} attempts in a row added no step and no checkpoint beyond step"
+                f" {self._best_step[1]} (restart.attempts={self._attempts})"
             )
             return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
         wait_s = FIRST_WAIT_S * 2 ** (self._fruitless - 1) if self._fruitless else 0.0
-        left = self._lives - self._fruitless
-        return Verdict(True, 0, min(wait_s, LONGEST_WAIT_S), f"{describe(life)}; {left} tries left")
+        left = self._attempts - self._fruitless
+        return Verdict(
+            True, 0, min(wait_s, LONGEST_WAIT_S), f"{describe(attempt)}; {left} tries left"
+        )
 
-    def _has_progressed(self, life: Life) -> bool:
+    def _has_progressed(self, attempt: Attempt) -> bool:
         """Whether the run is farther than ever; remembers how far. A new segment counts anew."""
-        segment, step, saved = life.place
+        segment, step, saved = attempt.place
         is_farther = (segment, step) > self._best_step or (segment, saved) > self._best_saved
         self._best_step = max(self._best_step, (segment, step))
         self._best_saved = max(self._best_saved, (segment, saved))
         return is_farther
 
-    def _same_want_of_memory(self, life: Life) -> str:
-        here = life.place[:2]
-        if life.cause != "out_of_memory":
+    def _same_out_of_memory(self, attempt: Attempt) -> str:
+        here = attempt.place[:2]
+        if attempt.cause != "out_of_memory":
             self._oom_at = None
         elif self._oom_at == here:
             return f"out of memory twice after step {here[1]}; it would be again"
@@ -109,10 +116,10 @@ class Budget:
             self._oom_at = here
         return ""
 
-    def _waits_for_ghosts(self, life: Life, before: Life | None) -> bool:
+    def _waits_for_ghosts(self, attempt: Attempt, before: Attempt | None) -> bool:
         is_ghost = (
-            life.cause == "refused"
-            and not life.has_begun
+            attempt.cause == "refused"
+            and not attempt.has_begun
             and before is not None
             and before.cause in ("lost_host", "hung")
             and self._busy_for_s < self._busy_s
@@ -121,17 +128,17 @@ class Budget:
         return is_ghost
 
 
-def describe(life: Life) -> str:
+def describe(attempt: Attempt) -> str:
     """Who failed, and how, in a few words."""
-    where = f" of {life.host}" if life.host else ""
-    if life.cause == "lost_host":
-        return f"host {life.host or '?'} was lost"
-    if life.rank is None and life.cause == "killed":
+    where = f" of {attempt.host}" if attempt.host else ""
+    if attempt.cause == "lost_host":
+        return f"host {attempt.host or '?'} was lost"
+    if attempt.rank is None and attempt.cause == "killed":
         return "all hosts ended their ranks, because they no longer heard this launcher"
-    if life.rank is None:
-        return life.cause.replace("_", " ")
-    what = {"hung": "hung", "out_of_memory": "ran out of memory"}.get(life.cause)
-    return f"rank {life.rank}{where} {what or how(_as_popen(life.status))}"
+    if attempt.rank is None:
+        return attempt.cause.replace("_", " ")
+    what = {"hung": "hung", "out_of_memory": "ran out of memory"}.get(attempt.cause)
+    return f"rank {attempt.rank}{where} {what or how(_as_popen(attempt.status))}"
 
 
 def _as_popen(status: int) -> int:

@@ -52,7 +52,7 @@ def make_venv(folder: Path) -> int:
     if launched_by_cluster():
         return _fail(
             "this process was started by torchrun or SLURM and nothing is installed then; run"
-            " `make help`'s other verbs once on a login node, or name an interpreter: PYTHON=..."
+            " `make help`'s other commands once on a login node, or name an interpreter: PYTHON=..."
         )
     folder.mkdir(exist_ok=True)
     with alone(folder):
@@ -67,7 +67,7 @@ def alone(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                _say(f"another process is filling {folder}; waiting for it")
+                _log(f"another process is filling {folder}; waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -81,17 +81,17 @@ def fill(folder: Path) -> int:
     ready.unlink(missing_ok=True)
     python = folder / "bin" / "python"
     if not python.exists():
-        _say(f"making {folder} with Python {sys.version.split()[0]}")
+        _log(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True)
     if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        _say(f"installing {TORCH} (CPU build where the index has one)")
+        _log(f"installing {TORCH} (CPU build where the index has one)")
         if not _pip(python, TORCH):
             return 1
-    _say("installing requirements.txt (two to three minutes on a slow link)")
+    _log("installing requirements.txt (two to three minutes on a slow link)")
     if not _pip(python, "-r", str(REQUIREMENTS)):
         return 1
     ready.touch()
-    _say("ready")
+    _log("ready")
     return 0
 
 
@@ -134,7 +134,7 @@ def _pip(python: Path, *what: str) -> bool:
     return False
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 

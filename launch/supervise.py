@@ -1,9 +1,10 @@
-"""Keeps a run alive: one life after the other, until it ends by itself or makes no progress.
+"""Keeps a run alive: one attempt after the other, until it ends by itself or makes no progress.
 
     mend the hosts -> start all ranks -> they end -> one line in events.jsonl -> launch.budget
                                                       again | the end | given up, with a bundle
 
-The one rule: a life is all ranks or none; what became of it is on record before the next begins.
+The one rule: an attempt is all ranks or none; what became of it is on record before the next
+begins.
 This process decides, and touches neither weights nor checkpoints. Units: seconds.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
-from launch.budget import Budget, Life
+from launch.budget import Attempt, Budget
 from launch.ranks.outcome import End, cause_of, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import Asked, Lived
@@ -29,7 +30,7 @@ FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over f
 LOOK_S = 0.5
 
 
-class Book(Protocol):
+class SupervisorLog(Protocol):
     """The record of the run, as far as it is used here."""
 
     def new_launch(self) -> str:
@@ -48,26 +49,26 @@ class Book(Protocol):
         """Why nothing can be put on record now; None where it can."""
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of a life; the line, or None where nothing had begun."""
+        """Write the line of an attempt; the line, or None where nothing had begun."""
 
     def stop_is_asked(self) -> bool:
         """Whether `make stop` asked for the end; the request is then carried out."""
 
     def has_told(self) -> bool:
-        """Whether the newest life itself said why it is the last one, and left a bundle."""
+        """Whether the newest attempt itself said why it is the last one, and left a bundle."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a life is made of. `lives` starts all ranks and returns when all have ended."""
+    """What an attempt is made of. `attempts` starts all ranks and returns when all have ended."""
 
     num_ranks: int
     live: Callable[[Screen, Asked, dict[str, str], bool], Lived]
 
 
 def supervise(
-    mend: Callable[[Life | None, Lived | None], Start],
-    book: Book,
+    mend: Callable[[Attempt | None, Lived | None], Start],
+    supervisor_log: SupervisorLog,
     budget: Budget,
     asked: Asked,
     bundle: Callable[[str], Path | None],
@@ -76,7 +77,8 @@ def supervise(
 ) -> int:
     """Live until there is an end; returns the exit status.
 
-    `mend(life, lived)` says how the next life starts, given the one before; it raises UserError
+    `mend(attempt, lived)` says how the next attempt starts, given the one before; it raises
+    UserError
     where it cannot, and a signal breaks it off. `bundle(why)` keeps what a person needs when the
     run is given up; for `patience_s` it waits for a record that cannot be written. People are told
     by `tell(kind, text)`, which returns at once.
@@ -90,86 +92,92 @@ def supervise(
         tell("gave_up", text)
         return DO_NOT_RETRY
 
-    life: Life | None = None
+    attempt: Attempt | None = None
     lived: Lived | None = None
-    has_begun, family = book.has_begun(), book.new_launch()
+    has_begun, family = supervisor_log.has_begun(), supervisor_log.new_launch()
     while True:
         try:
             asked.then_interrupt()
-            start = mend(life, lived)
+            start = mend(attempt, lived)
             asked.then_nothing()
         except KeyboardInterrupt:
             return asked_status(asked.first or signal.SIGINT)
         except UserError as error:
-            if life is None:
+            if attempt is None:
                 raise
             return give_up("; ".join(error.problems))
-        book.attend()
-        launch = book.new_launch()
+        supervisor_log.attend()
+        launch = supervisor_log.new_launch()
         screen = Screen(start.num_ranks)
         before = lived
         try:
             lived = start.live(screen, asked, {LAUNCH: launch, FAMILY: family}, has_begun)
         except (OSError, UserError) as error:  # no process, no temporary file, no ssh: for now
-            if life is None:
+            if attempt is None:
                 raise
             lived = not_started(error)
         status = screen.finish(lived.ends, asked.first)
-        book.attend()
-        await_record(book, asked, patience_s, tell)
-        life, line = written_down(book, lived, status, asked, launch, has_begun, before)
-        has_begun = has_begun or life.has_begun
-        verdict = budget.judge(life)
+        supervisor_log.attend()
+        await_record(supervisor_log, asked, patience_s, tell)
+        attempt, line = written_down(
+            supervisor_log, lived, status, asked, launch, has_begun, before
+        )
+        has_begun = has_begun or attempt.has_begun
+        verdict = budget.judge(attempt)
         if verdict.is_final:
             return give_up(verdict.why)
         if not verdict.again:
             # It had begun: nobody refused it, it ended for good by itself.
-            is_given_up = life.cause == "refused" and life.has_begun and not book.has_told()
+            is_given_up = (
+                attempt.cause == "refused" and attempt.has_begun and not supervisor_log.has_told()
+            )
             return give_up(reason(lived, start.num_ranks)) if is_given_up else verdict.status
-        saved = (line or {}).get("saved_step") or book.place()[2]
+        saved = (line or {}).get("saved_step") or supervisor_log.place()[2]
         whence = f"checkpoint step {saved}" if saved else "step 0"
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         text = f"{verdict.why}; going on from {whence}{when}"
-        say(f"{text} (Ctrl-C ends the run)")
-        if life.cause not in ("rewound", "refused"):  # told by the life itself, or soon over
+        log(f"{text} (Ctrl-C ends the run)")
+        if attempt.cause not in ("rewound", "refused"):  # told by the attempt itself, or soon over
             tell("restart", text)
-        status = rest(verdict.wait_s, asked, book)
+        status = rest(verdict.wait_s, asked, supervisor_log)
         if status is not None:
             return status
 
 
 def not_started(error: OSError | UserError) -> Lived:
-    """A life that ended before it had ranks."""
+    """An attempt that ended before it had ranks."""
     last = tuple(f"failed: {line}" for line in getattr(error, "problems", [error]))
     now = time.time()
     return Lived([End(rank=0, status=FAILED, after_s=0.0, last=last)], now, now, 0.0)
 
 
 def await_record(
-    book: Book, asked: Asked, patience_s: float, tell: Callable[[str, str], None]
+    supervisor_log: SupervisorLog, asked: Asked, patience_s: float, tell: Callable[[str, str], None]
 ) -> None:
     """Wait until what happened can be put on record: a full disk is emptied by somebody, a file
-    system comes back; the lives that it would cost are worth more. A signal breaks it off."""
+    system comes back; the attempts that it would cost are worth more. A signal breaks it off."""
     until, told = time.monotonic() + patience_s, None
-    while asked.first is None and time.monotonic() < until and (trouble := book.trouble()):
+    while (
+        asked.first is None and time.monotonic() < until and (trouble := supervisor_log.trouble())
+    ):
         if trouble != told:
             text = f"{trouble}; waiting up to {patience_s:.0f} s for that to change"
-            say(f"{text} (restart.wait_s)")
+            log(f"{text} (restart.wait_s)")
             tell("waiting", text)
             told = trouble
         time.sleep(LOOK_S)
 
 
 def written_down(
-    book: Book,
+    supervisor_log: SupervisorLog,
     lived: Lived,
     status: int,
     asked: Asked,
     launch: str,
     is_ours: bool,
     before: Lived | None,
-) -> tuple[Life, dict[str, Any] | None]:
-    """Put a life on record; what the budget must know of it, and its line."""
+) -> tuple[Attempt, dict[str, Any] | None]:
+    """Put an attempt on record; what the budget must know of it, and its line."""
     first = first_failure(lived.ends)
     how = {
         "cause": cause_of(lived.ends, asked.first),
@@ -178,7 +186,7 @@ def written_down(
         "host": first.host or None if first else None,
     }
     seen = {"phase": first.phase, "why": first.hung} if first else {}
-    line = book.close(
+    line = supervisor_log.close(
         launch,
         is_ours,
         **how,
@@ -189,7 +197,7 @@ def written_down(
         restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
     )
     has_begun = line is not None and line["from_step"] is not None
-    return Life(place=book.place(), has_begun=has_begun, **how), line
+    return Attempt(place=supervisor_log.place(), has_begun=has_begun, **how), line
 
 
 def asked_status(number: int) -> int:
@@ -199,19 +207,19 @@ def asked_status(number: int) -> int:
 
 
 def reason(lived: Lived, num_ranks: int) -> str:
-    """Why a life ended for good, in its own words."""
+    """Why an attempt ended for good, in its own words."""
     words = (line.removeprefix("refused: ") for line in explain(lived.ends, num_ranks))
     return "; ".join(words)
 
 
-def rest(seconds: float, asked: Asked, book: Book) -> int | None:
-    """Wait before the next life; the exit status of an end that is asked for meanwhile."""
+def rest(seconds: float, asked: Asked, supervisor_log: SupervisorLog) -> int | None:
+    """Wait before the next attempt; the exit status of an end that is asked for meanwhile."""
     end = time.monotonic() + seconds
     while True:
         if asked.first is not None:
             return asked_status(asked.first)
-        if book.stop_is_asked():
-            say("it was asked to stop: not started again")
+        if supervisor_log.stop_is_asked():
+            log("it was asked to stop: not started again")
             return FINISHED
         left = end - time.monotonic()
         if left <= 0:
@@ -219,6 +227,6 @@ def rest(seconds: float, asked: Asked, book: Book) -> int | None:
         time.sleep(min(left, LOOK_S))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of the supervisor's own."""
     print(f"restart: {text}", file=sys.stderr, flush=True)

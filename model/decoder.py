@@ -72,8 +72,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.enter(hidden)
-        return self.down_proj(F.silu(gate) * up)
+        update_gate, up = self.enter(hidden)
+        return self.down_proj(F.silu(update_gate) * up)
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """gate and up, (batch, seq, intermediate)."""

@@ -36,7 +36,7 @@ from parallel.collectives import (
 )
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """This rank's part of the cut modules; plain values, as a compiled block wants them."""
 
     size: int  # ranks that share a layer
@@ -54,13 +54,13 @@ class Cut(NamedTuple):
         return whole.chunk(self.context, dim=1)[self.context_index] if self.context > 1 else whole
 
 
-def _start_gather(x: Tensor, cut: Cut) -> Tensor:
+def _start_gather(x: Tensor, cut: Sharding) -> Tensor:
     """This rank's tokens (B, T / t, n) -> all tokens (B * T, n), on their way."""
     rows = x.flatten(0, 1)
     return start_gather(rows, cut.size, cut.group) if cut.is_sequence else rows
 
 
-def _start_sum(rows: Tensor, cut: Cut) -> Tensor:
+def _start_sum(rows: Tensor, cut: Sharding) -> Tensor:
     """Parts of the sum of all tokens (B * T, n) -> this rank's tokens, or all, on their way."""
     if cut.is_sequence:
         return start_scatter(rows, cut.size, cut.group)
@@ -116,7 +116,7 @@ class _Columns(torch.autograd.Function):
         return wait(grad_x).view(ctx.shape), None, *grad_weights, *grad_biases
 
 
-def columns(x: Tensor, cut: Cut, *linears: nn.Linear) -> tuple[Tensor, ...]:
+def columns(x: Tensor, cut: Sharding, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """x (B, T / t, in) or (B, T, in) through linears with some rows -> each (B, T, its rows)."""
     if cut.size == 1:
         return tuple(linear(x) for linear in linears)
@@ -219,7 +219,7 @@ def _to_tokens(x: Tensor, size: int, group: str) -> Tensor:
 class CutAttention(Attention):
     """Some heads: those of this rank's rows of q, k and v, of them 1 / context."""
 
-    cut: Cut
+    cut: Sharding
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cut = self.cut
@@ -242,7 +242,7 @@ class CutAttention(Attention):
 class CutMLP(MLP):
     """Some of the intermediate features."""
 
-    cut: Cut
+    cut: Sharding
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return columns(hidden, self.cut, self.gate_proj, self.up_proj)
@@ -251,7 +251,7 @@ class CutMLP(MLP):
 class RowLinear(Linear):
     """Some of the input features; the sum over ranks goes to the residual stream."""
 
-    cut: Cut
+    cut: Sharding
 
     def forward(self, x: Tensor) -> Tensor:
         part = super().forward(x)
@@ -261,7 +261,7 @@ class RowLinear(Linear):
 class SharedNorm(RMSNorm):
     """A norm that sees some of the tokens or heads."""
 
-    cut: Cut
+    cut: Sharding
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, _Shared.apply(self.weight, self.cut.group), self.eps)
@@ -273,7 +273,7 @@ class CutEmbedding(Embedding):
     word numbers (B, T), of whole windows -> (B, T / context / t or T / context, H).
     """
 
-    cut: Cut
+    cut: Sharding
 
     def forward(self, input_ids: Tensor) -> Tensor:
         cut = self.cut
@@ -289,7 +289,7 @@ class CutEmbedding(Embedding):
 class CutHead(Head):
     """Some words. The loss needs three numbers per token of the other ranks, and no logits."""
 
-    cut: Cut
+    cut: Sharding
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, num_items: Tensor | int | None = None
@@ -307,7 +307,7 @@ class CutHead(Head):
 
 
 def judge_part(
-    cut: Cut, logits: Tensor, target: Tensor, with_gradients: bool
+    cut: Sharding, logits: Tensor, target: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`loss.judge` of logits (n, own words) that are a part (Megatron-LM, Shoeybi et al., 2019).
 

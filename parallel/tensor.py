@@ -25,12 +25,12 @@ from model.config import DecoderConfig
 from parallel.layout import share
 from parallel.mesh import Axis, Mesh
 from parallel.sharded_modules import (
-    Cut,
     CutAttention,
     CutEmbedding,
     CutHead,
     CutMLP,
     RowLinear,
+    Sharding,
     SharedNorm,
 )
 
@@ -87,7 +87,7 @@ def apply(
     tensor, context = mesh.tensor, mesh.context
     if tensor.size == context.size == 1:
         return
-    cut = Cut(
+    cut = Sharding(
         size=tensor.size,
         index=tensor.index,
         group=tensor.name,
@@ -113,7 +113,7 @@ def _named(items: Iterable[tuple[str, object]], prefix: str) -> Iterator[tuple[s
         yield ".".join(filter(None, (prefix, name))), item
 
 
-def class_of(path: str, cut: Cut) -> type[nn.Module] | None:
+def class_of(path: str, cut: Sharding) -> type[nn.Module] | None:
     """What the module at a canonical path becomes; None: it stays."""
     for pattern, cls in CLASSES:
         if re.fullmatch(pattern, path):

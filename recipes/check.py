@@ -19,7 +19,7 @@ from base.errors import UserError
 from base.redaction import redact, redacted
 from base.values import MANY, as_float, as_int, as_written, did_you_mean
 from recipes.rules import RULES, WARNINGS
-from recipes.schema import FP16, STAGE_0, Data, Recipe
+from recipes.schema import FP16, RENAMED, STAGE_0, Data, Recipe
 
 # Folder and source names: what every file system, shell and dotted knob name takes unquoted.
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")
@@ -42,7 +42,7 @@ def to_recipe(
     have a value that cannot be told, and say why. Raises UserError with every problem found.
     """
     reader = _Reader(origins, missing, broken)
-    recipe = reader.read_class(Recipe, values, "")
+    recipe = reader.read_class(Recipe, with_new_names(values), "")
     known = {path: value for path, value in reader.read.items() if value is not BAD}
     problems = [f"{path}: {reason}" for path, reason in broken.items()] + reader.problems
     for path in missing:  # a key of the DeepSpeed JSON, or a whole source
@@ -61,6 +61,21 @@ def to_recipe(
         for knobs, rule in WARNINGS
         if (line := rule(*(known[knob] for knob in knobs))) is not None
     ]
+
+
+def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values of a recipe with each knob that was renamed (`RENAMED`) under its new name.
+
+    Where both names are given, both stay, and the old one is refused as unknown.
+    """
+    found = dict(values)
+    for group, names in RENAMED.items():
+        inner = found.get(group)
+        if isinstance(inner, Mapping):
+            new = {names.get(key, key) for key in inner}
+            if len(new) == len(inner):
+                found[group] = {names.get(key, key): value for key, value in inner.items()}
+    return found
 
 
 def read_data(values: Any) -> Data | None:

@@ -1,11 +1,12 @@
-"""Composes one dish and its ingredients into the frozen Recipe. The only file that imports Hydra.
+"""Composes one recipe and its config group options into the frozen Recipe. The only file that
+imports Hydra.
 
     recipes/tiny.yaml -> defaults list: model/ data/ optim/ cluster/ -> knob=value overrides
       -> plain values + where each came from -> recipes.check -> Recipe
 
 One rule: Hydra does defaults lists, groups and the override grammar, nothing else. It creates no
 folder, changes no directory, and what it composed is checked by `recipes.check`. An override sets
-one value whether or not the dish has it; a value that is a dict replaces the whole dict.
+one value whether or not the recipe has it; a value that is a dict replaces the whole dict.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     warnings: list[str]
-    file: Path  # of the dish
+    file: Path  # of the recipe
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,19 @@ class Change:
 
 
 def compose(
-    dish: str,
+    recipe_name: str,
     overrides: Sequence[str] = (),
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
     check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
-    """The recipe `dish` (a name in recipes/, or a path to a .yaml file) with overrides applied.
+    """The recipe `recipe` (a name in recipes/, or a path to a .yaml file) with overrides applied.
 
-    `model=...`, `data=...`, `optim=...`, `cluster=...` choose an ingredient; `a.b=value` sets a
+    `model=...`, `data=...`, `optim=...`, `cluster=...` choose a config group option; `a.b=value`
+    sets a
     knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` and `check_data` add
     those of DeepSpeed keys and corpora, which are checked later where the knobs are right.
     """
-    path = locate(dish)
+    path = locate(recipe_name)
     choices, changes, problems, warnings = parse(overrides)
     try:
         tree, origins = _hydra(path, choices)
@@ -129,15 +131,15 @@ def compose_command(
     check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
     """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
-    dishes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
+    recipes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
     overrides = [text for text in arguments if not text.startswith("recipe=")]
-    if len(dishes_named) != 1:
-        raise UserError(f"give one recipe=NAME, not {len(dishes_named)}; for example recipe=tiny")
-    return compose(dishes_named[0], overrides, check_ds, check_data)
+    if len(recipes_named) != 1:
+        raise UserError(f"give one recipe=NAME, not {len(recipes_named)}; for example recipe=tiny")
+    return compose(recipes_named[0], overrides, check_ds, check_data)
 
 
 def run_name(stem: str) -> str:
-    """The run's name from the file name of its dish. Raises UserError where it is none."""
+    """The run's name from the file name of its recipe. Raises UserError where it is none."""
     try:
         return folder_name(stem)
     except ValueError as error:
@@ -181,30 +183,32 @@ def recipe_yaml(recipe: Recipe) -> str:
     return note + OmegaConf.to_yaml(OmegaConf.create(_listed(dataclasses.asdict(recipe))))
 
 
-def dishes() -> list[str]:
+def recipe_names() -> list[str]:
     """Names of the recipes in recipes/."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def ingredients(group: str) -> list[str]:
-    """Names in one ingredient folder."""
+def group_options(group: str) -> list[str]:
+    """Names in one config group option folder."""
     return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
 
 
-def locate(dish: str) -> Path:
-    """The file of a dish. Raises UserError with the list of recipes and the nearest name."""
-    is_path = dish.endswith(".yaml") or "/" in dish
-    path = ROOT / dish if is_path else RECIPES / f"{dish}.yaml"
+def locate(recipe_name: str) -> Path:
+    """The file of a recipe. Raises UserError with the list of recipes and the nearest name."""
+    is_path = recipe_name.endswith(".yaml") or "/" in recipe_name
+    path = ROOT / recipe_name if is_path else RECIPES / f"{recipe_name}.yaml"
     try:
         path = path.resolve() if is_path else path
         is_file = path.is_file() and path.suffix == ".yaml"
     except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a NUL
         is_file = False
-    if is_file and (is_path or re.fullmatch(r"[\w.-]+", dish)):
+    if is_file and (is_path or re.fullmatch(r"[\w.-]+", recipe_name)):
         return path
-    near = did_you_mean(Path(dish).stem, dishes())
+    near = did_you_mean(Path(recipe_name).stem, recipe_names())
     what = f"there is no file {str(path)!r:.300}" if is_path else "no such recipe"
-    raise UserError(f"recipe {dish!r:.300}: {what}{near} There are: {', '.join(dishes())}")
+    raise UserError(
+        f"recipe {recipe_name!r:.300}: {what}{near} There are: {', '.join(recipe_names())}"
+    )
 
 
 def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str], list[str]]:
@@ -251,11 +255,12 @@ def _refusal(text: str, parsed: Any) -> str | None:
     if parsed.is_sweep_override():
         return f"override {text!r} has several values; one run takes one value per knob"
     if key in GROUPS and parsed.is_delete():
-        return f"override {text!r}: an ingredient is replaced by {key}=NAME, not removed"
+        return f"override {text!r}: a config group option is replaced by {key}=NAME, not removed"
     value = parsed.value()
-    if key in GROUPS and isinstance(value, str) and value not in ingredients(key):
-        near = did_you_mean(value, ingredients(key))
-        return f"{key}={value}: no such ingredient{near} There are: {', '.join(ingredients(key))}"
+    if key in GROUPS and isinstance(value, str) and value not in group_options(key):
+        near = did_you_mean(value, group_options(key))
+        known = ", ".join(group_options(key))
+        return f"{key}={value}: no such config group option{near} There are: {known}"
     return None
 
 
@@ -264,13 +269,13 @@ def _is_hydra(key: str) -> bool:
 
 
 def _hydra(path: Path, choices: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Hydra's composition of a dish, and which file set each leaf; both are the caller's own."""
+    """Hydra's composition of a recipe, and which file set each leaf; both are the caller's own."""
     files = tuple((str(file), file.stat().st_mtime_ns) for file in [path, *RECIPES.rglob("*.yaml")])
     tree, origins = _hydra_once(path, tuple(choices), files)
     return copy.deepcopy(tree), dict(origins)
 
 
-# Hydra takes a tenth of a second, mostly in YAML; sweeps and tests compose one dish many times.
+# Hydra takes a tenth of a second, mostly in YAML; sweeps and tests compose one recipe many times.
 @functools.lru_cache(maxsize=64)
 def _hydra_once(
     path: Path, chosen: tuple[str, ...], files: tuple[tuple[str, int], ...]

@@ -32,6 +32,10 @@ from base.values import split_words as split_words
 from recipes.faults import Alerts as Alerts
 from recipes.faults import Health as Health
 
+# Knobs that had another name once: group -> {old name: name}. Recipes and checkpoints of that time
+# are read under it.
+RENAMED = {"restart": {"lives": "attempts"}}
+
 LONG = 10**7  # seconds: four months, which every timer takes
 
 # Why two well-known settings are refused, wherever they are given.
@@ -350,9 +354,9 @@ class Hardware:
 class Restart:
     """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
 
-    lives: int = knob(
+    attempts: int = knob(
         3,
-        "lives in a row without a newer step that end the run; 0 = never start again",
+        "attempts in a row without a newer step that end the run; 0 = never start again",
         low=0,
         high=2**20,
     )
@@ -367,7 +371,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Watch:
-    """Seconds that a rank may be silent before its life is ended as hung; 0 = for ever."""
+    """Seconds that a rank may be silent before its attempt is ended as hung; 0 = for ever."""
 
     start_s: int = knob(
         3600, "from the start of the process, and in its first steps", low=0, high=LONG

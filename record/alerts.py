@@ -45,9 +45,9 @@ class Alerts:
     """Tells about one run. `event(kind, **fields)` writes a line of events.jsonl."""
 
     def __init__(
-        self, run: str, knobs: Knobs, event: Callable[..., None], say: Callable[[str], None]
+        self, run: str, knobs: Knobs, event: Callable[..., None], log: Callable[[str], None]
     ):
-        self.run, self.knobs, self.event, self.say = run, knobs, event, say
+        self.run, self.knobs, self.event, self.log = run, knobs, event, log
         self._waiting: queue.Queue = queue.Queue(MOST_WAITING)
         self._worker: threading.Thread | None = None
         self._told: subprocess.Popen | None = None  # the command that was started last
@@ -59,7 +59,7 @@ class Alerts:
         text = redacted(text, known)[:LONGEST_TEXT]
         facts = redacted(facts, known)
         self.event(kind, text=text, **facts)
-        self.say(f"alert: {text}")
+        self.log(f"alert: {text}")
         self._send(kind, text, facts)
 
     def pass_on(self, kind: str, text: str) -> None:

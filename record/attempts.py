@@ -1,10 +1,13 @@
-"""The lives of a run in events.jsonl: each start of all ranks leaves one line when it is over.
+"""The attempts of a run in events.jsonl: each start of all ranks leaves one line when it is over.
 
     began        rank 0, as soon as its record is open         first_step   when a step is on record
-    life         whoever started the ranks, when all have ended: cause, rank, host, steps, seconds
+    attempt         whoever started the ranks, when all have ended: cause, rank, host, steps,
+    seconds
 
-The one rule: every life has one `life` line. Where nobody was left to write it (torchrun, a killed
-launcher) the next start writes it, from what the life itself has left. Imports no torch, and reads
+The one rule: every attempt has one `attempt` line. Where nobody was left to write it (torchrun, a
+killed
+launcher) the next start writes it, from what the attempt itself has left. Imports no torch, and
+reads
 only the end of metrics.jsonl. Units: steps, seconds; `_unix_s` is the time of day.
 """
 
@@ -21,9 +24,9 @@ from typing import Any
 from checkpoint.format.manifest import committed
 from record import records
 
-# The start that a rank belongs to; the launcher sets it and finds its own life by it.
+# The start that a rank belongs to; the launcher sets it and finds its own attempt by it.
 LAUNCH = "PRETRAIN_LAUNCH"
-# Events of rank 0 that say how its life ended, and the cause that they stand for.
+# Events of rank 0 that say how its attempt ended, and the cause that they stand for.
 ENDINGS = {
     "finished": "finished",
     "stopped": "stopped",
@@ -42,7 +45,7 @@ class Mark:
     segment: int
     step: int
     saved_step: int
-    life: int | None = None  # that put the step on record
+    attempt: int | None = None  # that put the step on record
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Ended:
     status: int
     began_unix_s: float
     ended_unix_s: float
-    restart_s: float = 0.0  # from the end of the life before
+    restart_s: float = 0.0  # from the end of the attempt before
     detect_s: float = 0.0  # from the first failure to the end of all ranks
     rank: int | None = None
     host: str | None = None
@@ -66,21 +69,25 @@ def mark(folder: Path) -> Mark:
     (line,) = records.last_lines(folder / records.METRICS) or [{}]
     saved = committed(folder / "checkpoints")
     return Mark(
-        line.get("segment", 0), line.get("step", 0), saved[-1][0] if saved else 0, line.get("life")
+        line.get("segment", 0),
+        line.get("step", 0),
+        saved[-1][0] if saved else 0,
+        line.get("attempt"),
     )
 
 
 def next_number(folder: Path) -> int:
-    """Number of the life that begins now, from 1; no line of a step is of a later one."""
-    newest = records.last_lines(folder / records.METRICS, 1, ("life",))
-    return 1 + max((line["life"] for line in [*records.read_events(folder), *newest]), default=0)
+    """Number of the attempt that begins now, from 1; no line of a step is of a later one."""
+    newest = records.last_lines(folder / records.METRICS, 1, ("attempt",))
+    return 1 + max((line["attempt"] for line in [*records.read_events(folder), *newest]), default=0)
 
 
 def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, Any] | None:
-    """Write the line of the life that `launch` started; returns it.
+    """Write the line of the attempt that `launch` started; returns it.
 
-    A life that ended before rank 0 had a record gets a line, too, unless it was refused or had
-    nothing to do. Without `is_ours` only a life that did begin is written down: the folder may be
+    An attempt that ended before rank 0 had a record gets a line, too, unless it was refused or had
+    nothing to do. Without `is_ours` only an attempt that did begin is written down: the folder may
+    be
     another start's.
     """
     if not (folder / records.EVENTS).is_file():
@@ -89,8 +96,8 @@ def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, A
     began = next((e for e in events if e["kind"] == "began" and e.get("launch") == launch), None)
     if began is None and (not is_ours or ended.cause in ("refused", "finished", "stopped")):
         return None
-    life = began["life"] if began else next_number(folder)
-    own = [event for event in events if event["life"] == life]
+    attempt = began["attempt"] if began else next_number(folder)
+    own = [event for event in events if event["attempt"] == attempt]
     if ended.cause == "finished" and any(event["kind"] == "stopped" for event in own):
         ended = replace(ended, cause="stopped")
     if ended.cause == "refused" and began:  # nobody refused it: it ended for good by itself
@@ -99,15 +106,15 @@ def close(folder: Path, launch: str, ended: Ended, is_ours: bool) -> dict[str, A
     fields["seconds"] = seconds_of(ended, began, own)
     del fields["restart_s"], fields["detect_s"]
     records.repair(folder / records.EVENTS, lambda text: None)
-    records.record_event(folder, "life", life=life, **fields)
-    return {"life": life, **fields}
+    records.record_event(folder, "attempt", attempt=attempt, **fields)
+    return {"attempt": attempt, **fields}
 
 
 def steps_of(folder: Path, began: Mapping | None, own: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where a life went on from, how far it came and what it could save."""
+    """Where an attempt went on from, how far it came and what it could save."""
     now = mark(folder)
     first = began["after_step"] if began else None
-    is_stepped = began is not None and now.life == began["life"]
+    is_stepped = began is not None and now.attempt == began["attempt"]
     saved = [event["step"] for event in own if event["kind"] == "saved"]
     return {
         "from_step": first,
@@ -117,9 +124,9 @@ def steps_of(folder: Path, began: Mapping | None, own: list[dict[str, Any]]) -> 
 
 
 def seconds_of(ended: Ended, began: Mapping | None, own: list[dict[str, Any]]) -> dict[str, float]:
-    """Parts of a life that are no training; they do not overlap.
+    """Parts of an attempt that are no training; they do not overlap.
 
-    restart: from the life before; start: imports, checks, joining, the engine; load: the
+    restart: from the attempt before; start: imports, checks, joining, the engine; load: the
     checkpoint; first_step; detect: from the first failure to the end of the last rank.
     """
     found = {"restart": ended.restart_s, "detect": ended.detect_s}
@@ -136,20 +143,22 @@ def seconds_of(ended: Ended, began: Mapping | None, own: list[dict[str, Any]]) -
 
 
 def complete(folder: Path) -> None:
-    """Write the line of each life that began and has none; its launcher is gone. Only for the
+    """Write the line of each attempt that began and has none; its launcher is gone. Only for the
     writer of the run."""
     events = records.read_events(folder)
-    written = {event["life"] for event in events if event["kind"] == "life"}
-    for began in [e for e in events if e["kind"] == "began" and e["life"] not in written]:
-        own = [event for event in events if event["life"] == began["life"]]
+    written = {event["attempt"] for event in events if event["kind"] == "attempt"}
+    for began in [e for e in events if e["kind"] == "began" and e["attempt"] not in written]:
+        own = [event for event in events if event["attempt"] == began["attempt"]]
         endings = [ENDINGS[event["kind"]] for event in own if event["kind"] in ENDINGS]
-        last = max([unix_s(own[-1]), _modified(folder, began["life"])])
+        last = max([unix_s(own[-1]), _modified(folder, began["attempt"])])
         first_s = min(began.get("started_unix_s", last), unix_s(began))
         ended = Ended(endings[-1] if endings else "killed", None, first_s, last)
         fields = vars(ended) | steps_of(folder, began, own)
         del fields["restart_s"], fields["detect_s"]
         fields["seconds"] = seconds_of(ended, began, own)
-        records.record_event(folder, "life", life=began["life"], written_later=True, **fields)
+        records.record_event(
+            folder, "attempt", attempt=began["attempt"], written_later=True, **fields
+        )
 
 
 def process_began_unix_s() -> float:
@@ -167,7 +176,7 @@ def unix_s(event: Mapping[str, Any]) -> float:
     return datetime.datetime.fromisoformat(event["time"]).timestamp()
 
 
-def _modified(folder: Path, life: int) -> float:
-    """When the last step of a life was written, if that is still the newest; else 0."""
+def _modified(folder: Path, attempt: int) -> float:
+    """When the last step of an attempt was written, if that is still the newest; else 0."""
     path = folder / records.METRICS
-    return path.stat().st_mtime if mark(folder).life == life else 0.0
+    return path.stat().st_mtime if mark(folder).attempt == attempt else 0.0

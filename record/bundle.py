@@ -5,7 +5,7 @@
                                  history.jsonl and the run's own description
 
 The one rule: of the run nothing is new in it, and nothing in it is secret: all goes through
-`base.redaction`. It serves a life that stops by its health policy and the supervisor that gives
+`base.redaction`. It serves an attempt that stops by its health policy and the supervisor that gives
 a run up alike. Imports no torch. Units: bytes.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 from base.units import duration
 from base.values import counted
 
-COMMON = ("time", "kind", "life", "segment", "launch")  # shown before, or of no use to a person
+COMMON = ("time", "kind", "attempt", "segment", "launch")  # shown before, or of no use to a person
 
 
 def line_of(event: Mapping[str, Any]) -> str:
@@ -21,7 +21,7 @@ def line_of(event: Mapping[str, Any]) -> str:
     when = f"{event['time'][:10]} {event['time'][11:19]}"
     text = TEXTS.get(event["kind"], plain_text)(event)
     segment = f".{event['segment']}" if event.get("segment") else ""
-    return f"{when}  life {event['life']}{segment:<3} {event['kind']:<12} {text}".rstrip()
+    return f"{when}  attempt {event['attempt']}{segment:<3} {event['kind']:<12} {text}".rstrip()
 
 
 def plain_text(event: Mapping[str, Any]) -> str:
@@ -44,7 +44,7 @@ def plain(value: Any) -> str:
 
 
 def began_text(event: Mapping[str, Any]) -> str:
-    """A life begins."""
+    """An attempt begins."""
     where = f"after step {event['after_step']}" if event.get("after_step") else "from the start"
     return f"{where}, {counted(event['world'], 'rank') if 'world' in event else '? ranks'}"
 
@@ -59,8 +59,8 @@ def saved_text(event: Mapping[str, Any]) -> str:
     )
 
 
-def life_text(event: Mapping[str, Any]) -> str:
-    """A life is over."""
+def attempt_text(event: Mapping[str, Any]) -> str:
+    """An attempt is over."""
     if "cause" not in event:
         return began_text(event)
     who = "" if event.get("rank") is None else f", rank {event['rank']}"
@@ -87,6 +87,6 @@ def end_text(event: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, text))
 
 
-TEXTS = {"began": began_text, "saved": saved_text, "life": life_text} | dict.fromkeys(
+TEXTS = {"began": began_text, "saved": saved_text, "attempt": attempt_text} | dict.fromkeys(
     ("finished", "stopped", "preempted", "interrupted"), end_text
 )

@@ -1,15 +1,17 @@
-"""Where every second since a run's first life went.
+"""Where every second since a run's first attempt went.
 
     useful     steps whose update is in the weights    redone   steps that were trained again later,
     evaluate   evaluations                                      taken back, or skipped
     stall      training waited for a save or a batch   start    imports, joining, the first step's
     load       a checkpoint was read                            extra time
-    detect     from a failure to the end of all ranks  restart  the launcher, between two lives
+    detect     from a failure to the end of all ranks  restart  the launcher, between two attempts
     idle       nobody ran it                           other    what nobody claims
 
 The one rule: each second belongs to exactly one part, so the parts add up to the wall clock. What
-they are taken from: the `life` lines and saves of events.jsonl, the steps of metrics.jsonl. A step
-that was trained again has left no line, so what a failed life cannot show for is `redone`. Imports
+they are taken from: the `attempt` lines and saves of events.jsonl, the steps of metrics.jsonl. A
+step
+that was trained again has left no line, so what a failed attempt cannot show for is `redone`.
+Imports
 no torch. Units: seconds.
 """
 
@@ -41,7 +43,7 @@ PARTS = {
     "start": "imports, joining, the first step's extra time",
     "load": "a checkpoint was read",
     "detect": "from a failure to the end of all ranks",
-    "restart": "the launcher, between two lives",
+    "restart": "the launcher, between two attempts",
     "idle": "nobody ran it",
     "other": "what nobody claims",
 }
@@ -49,8 +51,8 @@ FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
 
 
 @dataclass
-class Life:
-    """One life, from the start of its processes to the end of the last one."""
+class Attempt:
+    """One attempt, from the start of its processes to the end of the last one."""
 
     number: int
     began_s: float  # time of day
@@ -67,24 +69,24 @@ class Life:
         return self.cause in FAILURES
 
 
-def lives_of(
+def attempts_of(
     events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now_s: float
-) -> list[Life]:
-    """The lives of a run from its records. `now_s`: until when one without an end has lived."""
-    ended = {event["life"]: event for event in events if is_end(event)}
+) -> list[Attempt]:
+    """The attempts of a run from its records. `now_s`: until when one without an end has lived."""
+    ended = {event["attempt"]: event for event in events if is_end(event)}
     begun = {
-        event["life"]: event
+        event["attempt"]: event
         for event in events
-        if event["kind"] in ("began", "life") and not is_end(event)
+        if event["kind"] in ("began", "attempt") and not is_end(event)
     }
     trained, stalls, loads = defaultdict(list), defaultdict(list), defaultdict(float)
     for line in lines:
-        trained[line["life"]].append(line)
+        trained[line["attempt"]].append(line)
     for event in events:
         if event["kind"] == "saved":
-            stalls[event["life"]].append(event["checkpoint_stall_s"])
+            stalls[event["attempt"]].append(event["checkpoint_stall_s"])
         elif event["kind"] == "resumed":
-            loads[event["life"]] += event["load_s"]
+            loads[event["attempt"]] += event["load_s"]
     found = []
     for number in sorted(begun.keys() | ended.keys()):
         end, began, own = ended.get(number), begun.get(number), trained[number]
@@ -97,74 +99,79 @@ def lives_of(
             start = max(0.0, unix_s(began) - start_s - load_s)
             seconds, steps = {"load": load_s, "start": start}, len(own)
         cause = end["cause"] if end else None
-        found.append(Life(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
+        found.append(Attempt(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
     return found
 
 
 def is_end(event: Mapping[str, Any]) -> bool:
-    """Whether it is the line of a life that is over; older runs began their lives with `life`."""
-    return event["kind"] == "life" and "cause" in event
+    """Whether it is the line of an attempt that is over; older runs began their attempts with
+    `attempt`.
+    """
+    return event["kind"] == "attempt" and "cause" in event
 
 
-def account(lives: Sequence[Life]) -> dict[str, float]:
+def account(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Seconds of each part, none below 0; their sum is the time from the first begin to the last
     end, as far as clocks let it be known."""
     total = dict.fromkeys(PARTS, 0.0)
-    usual_s = usual_step_s(lives)
-    lives = apart(lives)
-    for life in lives:
-        for name, seconds in account_life(life, usual_s).items():
+    usual_s = usual_step_s(attempts)
+    attempts = apart(attempts)
+    for attempt in attempts:
+        for name, seconds in account_attempt(attempt, usual_s).items():
             total[name] += seconds
-    for before, life in itertools.pairwise(lives):
-        gap_s = max(0.0, life.began_s - before.ended_s)
-        restart_s = max(0.0, min(gap_s, life.seconds.get("restart", 0.0)))
+    for before, attempt in itertools.pairwise(attempts):
+        gap_s = max(0.0, attempt.began_s - before.ended_s)
+        restart_s = max(0.0, min(gap_s, attempt.seconds.get("restart", 0.0)))
         total["restart"] += restart_s
         total["idle"] += gap_s - restart_s
     return total
 
 
-def apart(lives: Sequence[Life]) -> list[Life]:
-    """The lives, each ended where the next one begins at the latest: what two claim, because a
+def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The attempts, each ended where the next one begins at the latest: what two claim, because a
     host that was cut off lived on, is the later one's. Where the next one seems to begin before
     this one did, the clock was set back, and nothing can be taken from that."""
     found = [
-        replace(life, ended_s=min(life.ended_s, after.began_s))
-        if after.began_s > life.began_s
-        else life
-        for life, after in itertools.pairwise(lives)
+        replace(attempt, ended_s=min(attempt.ended_s, after.began_s))
+        if after.began_s > attempt.began_s
+        else attempt
+        for attempt, after in itertools.pairwise(attempts)
     ]
-    return [*found, *lives[-1:]]
+    return [*found, *attempts[-1:]]
 
 
-def account_life(life: Life, usual_s: float) -> dict[str, float]:
-    """Seconds of each part of one life. `usual_s`: a step that is not the first of a life."""
-    parts = {name: life.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
+def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
+    """Seconds of each part of one attempt. `usual_s`: a step that is not the first of an
+    attempt.
+    """
+    parts = {name: attempt.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
     parts |= dict.fromkeys(("useful", "evaluate", "redone", "other"), 0.0)
-    parts["stall"] = sum(life.stalls)
-    for line in life.lines:
+    parts["stall"] = sum(attempt.stalls)
+    for line in attempt.lines:
         step_s, waited_s = line["step_s"] or 0.0, line["data_s"] or 0.0
-        warm_s = max(0.0, step_s - waited_s - usual_s) if line["first_of_life"] else 0.0
+        warm_s = max(0.0, step_s - waited_s - usual_s) if line["first_of_attempt"] else 0.0
         parts["start"] += warm_s
         parts["stall"] += waited_s
         parts["evaluate"] += line["eval_s"] or 0.0
         is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
-    rest_s = life.ended_s - life.began_s - sum(parts.values())
+    rest_s = attempt.ended_s - attempt.began_s - sum(parts.values())
     if rest_s < 0:
-        # Stamps of several clocks overlap a little. Where the clock was set back in this life, the
+        # Stamps of several clocks overlap a little. Where the clock was set back in this attempt,
+        # the
         # seconds that were counted in it are what is known.
         parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
-    elif life.is_failure or len(life.lines) < life.steps:
+    elif attempt.is_failure or len(attempt.lines) < attempt.steps:
         parts["redone"] += rest_s
     else:
         parts["other"] += rest_s
     return parts
 
 
-def usual_step_s(lives: Sequence[Life]) -> float:
-    """Median seconds of a step, the first of each life aside; of any where there is no other."""
-    every = [line for life in lives for line in life.lines]
-    steady = [line["step_s"] for line in every if not line["first_of_life"]]
+def usual_step_s(attempts: Sequence[Attempt]) -> float:
+    """Median seconds of a step, the first of each attempt aside; of any where there is no other."""
+    every = [line for attempt in attempts for line in attempt.lines]
+    steady = [line["step_s"] for line in every if not line["first_of_attempt"]]
     return statistics.median(steady or [line["step_s"] for line in every] or [0.0])
 
 
@@ -175,15 +182,16 @@ def shares(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def series(folder: Path) -> dict[str, float]:
-    """The shares that TensorBoard shows, 0..1; empty before the first life is on record."""
-    part = shares(account(read_lives(folder, time.time())))
+    """The shares that TensorBoard shows, 0..1; empty before the first attempt is on record."""
+    part = shares(account(read_attempts(folder, time.time())))
     back = sum(part[name] for name in ("detect", "restart", "start", "load"))
     found = {name: part[name] for name in ("useful", "redone", "stall")} | {"restart": back}
     return {f"goodput_{name}": share for name, share in found.items()}
 
 
-def read_lives(folder: Path, now_s: float | None = None) -> list[Life]:
-    """The lives of the run in `folder`. One that goes on has lived until now; one that ended with
+def read_attempts(folder: Path, now_s: float | None = None) -> list[Attempt]:
+    """The attempts of the run in `folder`. One that goes on has lived until now; one that ended
+    with
     nobody left to say so, until its last sign."""
     events = read_events(folder)
     if now_s is None:
@@ -193,7 +201,7 @@ def read_lives(folder: Path, now_s: float | None = None) -> list[Life]:
         {**line, "is_abandoned": not holds(line["segment"], line["step"])}
         for line in read_metrics(folder)
     ]
-    return lives_of(events, lines, now_s)
+    return attempts_of(events, lines, now_s)
 
 
 def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
@@ -203,16 +211,18 @@ def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
     return max(stamps, default=0.0)
 
 
-def costs_of(lives: Sequence[Life]) -> forecast.Costs:
+def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
     """What a step, a save and a failure cost this run, which has a step on record."""
-    usual_s = usual_step_s(lives)
-    after_failure = [life for before, life in itertools.pairwise(lives) if before.is_failure]
-    detects = [life.seconds.get("detect", 0.0) for life in lives if life.is_failure]
-    restarts = [
-        sum(life.seconds.get(name, 0.0) for name in ("restart", "start", "load"))
-        for life in after_failure or lives[:1]
+    usual_s = usual_step_s(attempts)
+    after_failure = [
+        attempt for before, attempt in itertools.pairwise(attempts) if before.is_failure
     ]
-    stalls = [stall for life in lives for stall in life.stalls]
+    detects = [attempt.seconds.get("detect", 0.0) for attempt in attempts if attempt.is_failure]
+    restarts = [
+        sum(attempt.seconds.get(name, 0.0) for name in ("restart", "start", "load"))
+        for attempt in after_failure or attempts[:1]
+    ]
+    stalls = [stall for attempt in attempts for stall in attempt.stalls]
     return forecast.Costs(
         step_s=usual_s,
         stall_s=statistics.median(stalls) if stalls else 0.0,
@@ -220,12 +230,12 @@ def costs_of(lives: Sequence[Life]) -> forecast.Costs:
     )
 
 
-def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
+def report(name: str, attempts: Sequence[Attempt]) -> tuple[str, list[list[str]]]:
     """The account for a person: one line, and rows of a table."""
-    total = account(lives)
+    total = account(attempts)
     part = shares(total)
     whole_s = sum(total.values())
-    failures = sum(life.is_failure for life in lives)
+    failures = sum(attempt.is_failure for attempt in attempts)
     rows = [["part", "seconds", "share", "what it is"]]
     rows += [
         [key, f"{total[key]:,.1f}", f"{part[key]:.1%}", meaning] for key, meaning in PARTS.items()
@@ -233,30 +243,30 @@ def report(name: str, lives: Sequence[Life]) -> tuple[str, list[list[str]]]:
     rows.append(["total", f"{whole_s:,.1f}", f"{sum(part.values()):.1%}", ""])
     head = (
         f"{name}: {duration(whole_s)} of wall clock,"
-        f" {counted(len(lives), 'life', 'lives')}, {counted(failures, 'failure')},"
+        f" {counted(len(attempts), 'attempt')}, {counted(failures, 'failure')},"
         f" goodput {part['useful']:.1%}"
     )
     return head, rows
 
 
 def advice(
-    lives: Sequence[Life], mtbf_s: float | None, interval: int
+    attempts: Sequence[Attempt], mtbf_s: float | None, interval: int
 ) -> tuple[str, list[list[str]]]:
     """What the interval between saves should be: one line, and rows of a table.
 
     `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
     """
-    total = account(lives)
-    failures = sum(life.is_failure for life in lives)
+    total = account(attempts)
+    failures = sum(attempt.is_failure for attempt in attempts)
     ran_s = sum(total.values()) - total["idle"]
     whence = "given"
     if mtbf_s is None:
         if not failures:
             return "no failure yet; MTBF=hours computes the best checkpoint.interval for it", []
         mtbf_s, whence = ran_s / failures, f"measured: {failures} in {duration(ran_s)}"
-    if usual_step_s(lives) <= 0:
+    if usual_step_s(attempts) <= 0:
         return "no step is on record yet: nothing to compute an interval from", []
-    costs = costs_of(lives)
+    costs = costs_of(attempts)
     best = forecast.best_interval(costs, mtbf_s)
     rows = [["checkpoint.interval", "saves every", "goodput", "simulated", ""]]
     for steps in sorted({best, interval or best}):

@@ -10,7 +10,8 @@
 and at the end of each line `"digest": "0123456789abcdef"`, of its text (checkpoint.lineage).
 
 The one rule: a line is never changed or removed; a later one speaks of later steps. A rewind with
-its skips is one line, so it happened or it did not. What happened by itself (lives, alarms, saves)
+its skips is one line, so it happened or it did not. What happened by itself (attempts, alarms,
+saves)
 stands in events.jsonl. Units: steps; ranges [first, end) are of data steps.
 """
 

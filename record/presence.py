@@ -2,7 +2,7 @@
 
 The one rule: a run lives where somebody holds its lock; where locks do not reach another host, a
 recent sign of life counts. A launcher holds another one, also while no rank lives: before the first
-and between two lives. For the verbs that look at a run from outside; imports no torch.
+and between two attempts. For the commands that look at a run from outside; imports no torch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from checkpoint import lineage
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
 # Of the end of each file that a start looks at: thousands of lines. All of a record of a million
-# steps would take minutes, in every life.
+# steps would take minutes, in every attempt.
 CHECKED_BYTES = 4 << 20
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -39,8 +39,9 @@ DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at
 LEDGER = "ledger/steps.jsonl"  # data.stream.ledger writes it
 RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
 # Fields that every version has written.
-METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "life"), ("time", "kind", "life")
+METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "attempt"), ("time", "kind", "attempt")
 LEDGER_HAVE = ("step", "data_step", "samples", "batch_hash", "tokens")
+OLD_NAMES = {"life": "attempt", "first_of_life": "first_of_attempt"}
 HAVE = {
     METRICS: METRICS_HAVE, EVENTS: EVENTS_HAVE, LEDGER: LEDGER_HAVE, DEVICES: (), RANKS: ()
 }  # fmt: skip
@@ -93,7 +94,7 @@ def write_line(file: BinaryIO, line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
-def repair(path: Path, say: Callable[[str], None] = print) -> bool:
+def repair(path: Path, log: Callable[[str], None] = print) -> bool:
     """Drop the half-written last line of `path`, aloud; True if there was one."""
     if not path.exists():
         return False
@@ -102,11 +103,11 @@ def repair(path: Path, say: Callable[[str], None] = print) -> bool:
         return False
     with open(path, "r+b") as file:
         file.truncate(kept)
-    say(f"{path}: dropped {size - kept} bytes of a half-written last line")
+    log(f"{path}: dropped {size - kept} bytes of a half-written last line")
     return True
 
 
-def make_way(path: Path, say: Callable[[str], None] = print) -> None:
+def make_way(path: Path, log: Callable[[str], None] = print) -> None:
     """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
     bad sector in what a start looks at. Raises OSError where that does not help."""
     try:
@@ -121,7 +122,7 @@ def make_way(path: Path, say: Callable[[str], None] = print) -> None:
         numbers = (n for n in range(1, 10_000) if not Path(f"{path}.before-{n}").exists())
         kept = Path(f"{path}.before-{next(numbers)}")
         os.rename(path, kept)
-        say(f"warning: {path} could not be read ({error.strerror}); it is {kept.name} now")
+        log(f"warning: {path} could not be read ({error.strerror}); it is {kept.name} now")
 
 
 def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -188,7 +189,7 @@ def notes(folder: Path, most_bytes: float = CHECKED_BYTES) -> list[str]:
 
 
 def losses(folder: Path, after_step: int) -> list[str]:
-    """What is damaged or gone, in the last CHECKED_BYTES of each file, of the records of a life
+    """What is damaged or gone, in the last CHECKED_BYTES of each file, of the records of an attempt
     that begins after `after_step`."""
     told, chain = _damages(folder, CHECKED_BYTES), lineage.lineage_of(folder)
     for name in (METRICS, LEDGER) if (folder / LEDGER).is_file() else (METRICS,):
@@ -204,8 +205,8 @@ def losses(folder: Path, after_step: int) -> list[str]:
             )
     starts = {0, *(line["first_step"] - 1 for line in lineage.segments(lineage.read(folder)))}
     first = next(iter(read_events(folder, "began")), {})
-    if first.get("after_step", 0) not in starts:  # it went on from a life that left no word
-        told.append(f"{EVENTS} lacks the lives before life {first['life']}")
+    if first.get("after_step", 0) not in starts:  # it went on from an attempt that left no word
+        told.append(f"{EVENTS} lacks the attempts before attempt {first['attempt']}")
     return told
 
 
@@ -241,7 +242,7 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     so is a text that differs from its digest, where it has one (older lines have none)."""
     text = line.encode() if isinstance(line, str) else line
     if lineage.has_digest(text):
-        return lineage.decode(text.removesuffix(b"\n"))
+        return with_new_names(lineage.decode(text.removesuffix(b"\n")))
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON value")
@@ -249,7 +250,18 @@ def parse_line(line: str | bytes) -> dict[str, Any]:
     record = json.loads(line, parse_constant=refuse)
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} is no record")
-    return record
+    return with_new_names(record)
+
+
+def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of an older version with the names of today: an attempt was called a life."""
+    if "life" not in record or "attempt" in record:
+        return record
+    named = {OLD_NAMES.get(name, name): value for name, value in record.items()}
+    named["kind"] = OLD_NAMES.get(named.get("kind"), named.get("kind"))
+    if named["kind"] is None:
+        del named["kind"]
+    return named
 
 
 def truncate_after(path: Path, segment: int, step: int) -> int:
@@ -284,7 +296,8 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl (`path`: it or the run folder) by segment and step, each once.
 
-    Where a step stands there twice (a copy taken between two lives), the line of the later life is
+    Where a step stands there twice (a copy taken between two attempts), the line of the later
+    attempt is
     kept. `segment=None` reads all segments. Of each line only `fields` are kept, and what every
     line has; a long run's take gigabytes. A half-written last line is ignored.
     """
@@ -292,17 +305,18 @@ def read_metrics(
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     for line in _records(path / METRICS if path.is_dir() else path, METRICS_HAVE):
         key = (line["segment"], line["step"])
-        if key not in lines or line["life"] >= lines[key]["life"]:
+        if key not in lines or line["attempt"] >= lines[key]["attempt"]:
             wanted = line if fields is None else (*METRICS_HAVE, *fields)
             lines[key] = {name: line[name] for name in wanted if name in line}
     return [lines[key] for key in sorted(lines) if segment is None or key[0] == segment]
 
 
-def record_event(folder: Path, kind: str, *, life: int, **fields: Any) -> None:
-    """Append UTC time, kind (a life, an alarm, a verdict), life and `fields` to events.jsonl,
+def record_event(folder: Path, kind: str, *, attempt: int, **fields: Any) -> None:
+    """Append UTC time, kind (an attempt, an alarm, a verdict), attempt and `fields` to
+    events.jsonl,
     without secrets."""
     fields = redacted(fields, secret_values(os.environ))
-    record(Path(folder) / EVENTS, kind=kind, life=life, **fields)
+    record(Path(folder) / EVENTS, kind=kind, attempt=attempt, **fields)
 
 
 def record(path: Path, **fields: Any) -> None:

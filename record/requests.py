@@ -28,7 +28,7 @@ from typing import Any
 from base.exits import FINISHED, INTERRUPTED, REQUEUE
 
 REQUEST = "stop.request"
-BETWEEN_LIVES = "asked between two lives"  # reason of an end that no rank took part in
+BETWEEN_LIVES = "asked between two attempts"  # reason of an end that no rank took part in
 EARLY = "interrupted before the start; nothing is lost\n"
 LOOK_EVERY_S = 1.0  # at the request; on a network file system a look takes a message
 # One request may come twice: to this process by a signal of its own and through its launcher.

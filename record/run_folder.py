@@ -93,7 +93,9 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lea
 
 
 def end_fenced(problem: str) -> None:
-    """End this process at once: another life writes the run, and nothing here is of use to it."""
+    """End this process at once: another attempt writes the run, and nothing here is of use to
+    it.
+    """
     print(f"refused: {problem}", file=sys.stderr, flush=True)
     os._exit(DO_NOT_RETRY)
 

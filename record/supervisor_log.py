@@ -1,4 +1,4 @@
-"""The record of a run as its supervisor uses it, between two lives.
+"""The record of a run as its supervisor uses it, between two attempts.
 
 The one rule: what cannot be read or written costs a line of the record, never the run. Imports no
 torch. Units: steps, seconds, bytes.
@@ -19,16 +19,16 @@ from record.presence import LAUNCHER, attend
 from record.records import EVENTS, read_events, record_event
 from record.requests import BETWEEN_LIVES, forget, read_request
 
-ROOM_BYTES = 1 << 20  # more than the lines of a life take
+ROOM_BYTES = 1 << 20  # more than the lines of an attempt take
 
 
-class Book:
-    """The record of a run, for the supervisor: what is read and written between its lives."""
+class SupervisorLog:
+    """The record of a run, for the supervisor: what is read and written between its attempts."""
 
     def __init__(self, folder: Path, job: str = ""):
         self.folder, self._job = folder, job
         self._place = (0, 0, 0)
-        self._life: int | None = None  # that ended last
+        self._attempt: int | None = None  # that ended last
         self._attended: TextIO | None = None
 
     def attend(self) -> None:
@@ -44,7 +44,7 @@ class Book:
         return f"{self._job}.{secrets.token_hex(8)}"
 
     def has_begun(self) -> bool:
-        """Whether an earlier start of the same SLURM job began a life here: it was requeued."""
+        """Whether an earlier start of the same SLURM job began an attempt here: it was requeued."""
         events = read_events(self.folder, "began") if self._job and self.folder.is_dir() else []
         return any(event.get("launch", "").startswith(f"{self._job}.") for event in events)
 
@@ -70,13 +70,15 @@ class Book:
         return None
 
     def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of a life. A record that cannot be written costs the line, not the run."""
+        """Write the line of an attempt. A record that cannot be written costs the line, not the
+        run.
+        """
         try:
             line = attempts.close(self.folder, launch, attempts.Ended(**how), is_ours)
         except (OSError, UserError) as error:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
             return None
-        self._life = line["life"] if line else self._life
+        self._attempt = line["attempt"] if line else self._attempt
         return line
 
     def stop_is_asked(self) -> bool:
@@ -84,39 +86,42 @@ class Book:
         if read_request(self.folder) is None:
             return False
         with contextlib.suppress(OSError, UserError):
-            life = max(1, attempts.next_number(self.folder) - 1)
-            record_event(self.folder, "stopped", life=life, reason=BETWEEN_LIVES)
+            attempt = max(1, attempts.next_number(self.folder) - 1)
+            record_event(self.folder, "stopped", attempt=attempt, reason=BETWEEN_LIVES)
             forget(self.folder)
         return True
 
     def has_told(self) -> bool:
-        """Whether the newest life itself said why it is the last one, and left a bundle."""
+        """Whether the newest attempt itself said why it is the last one, and left a bundle."""
         with contextlib.suppress(OSError, UserError):
-            return any(event["life"] == self._life for event in read_events(self.folder, "stop"))
+            return any(
+                event["attempt"] == self._attempt for event in read_events(self.folder, "stop")
+            )
         return False
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Put something on record of the life that ended last, unless another start has begun one
+        """Put something on record of the attempt that ended last, unless another start has begun
+        one
         since: the record is that one's."""
         with contextlib.suppress(OSError, UserError):
-            if self._life is not None and self._life == attempts.next_number(self.folder) - 1:
-                record_event(self.folder, kind, life=self._life, **facts)
+            if self._attempt is not None and self._attempt == attempts.next_number(self.folder) - 1:
+                record_event(self.folder, kind, attempt=self._attempt, **facts)
 
     def name(self) -> str:
-        """A name for what belongs to the newest life."""
+        """A name for what belongs to the newest attempt."""
         with contextlib.suppress(OSError, UserError):
-            return f"life-{attempts.next_number(self.folder) - 1}"
-        return "life-unknown"
+            return f"attempt-{attempts.next_number(self.folder) - 1}"
+        return "attempt-unknown"
 
     def note(self, host: str, state: str, **facts: Any) -> None:
         """Put on record what became of a host, where there is a record already."""
         if (self.folder / EVENTS).is_file():
             with contextlib.suppress(OSError, UserError):
-                life = max(1, attempts.next_number(self.folder) - 1)
-                record_event(self.folder, "host", life=life, host=host, state=state, **facts)
+                attempt = max(1, attempts.next_number(self.folder) - 1)
+                record_event(self.folder, "host", attempt=attempt, host=host, state=state, **facts)
 
     def failures(self) -> list[tuple[str, str, float]]:
-        """(host, cause, when) of all lives, and of hosts that were found unfit."""
+        """(host, cause, when) of all attempts, and of hosts that were found unfit."""
         with contextlib.suppress(OSError, UserError):
             return [
                 (event["host"], event["cause"], attempts.unix_s(event))

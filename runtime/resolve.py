@@ -34,7 +34,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """The plan of a run: `total_steps` is what the schedule spans, `last_step` where it ends."""
 
     layout: Layout
@@ -52,7 +52,7 @@ class Settled:
         return self.engine.json
 
 
-def settle(recipe: Recipe, world: int, schedule: Schedule) -> Settled:
+def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
     """The plan of `recipe` on `world` ranks. Raises UserError with every problem."""
     problems: list[str] = []
     parameters = num_parameters(recipe.model)
@@ -68,7 +68,7 @@ def settle(recipe: Recipe, world: int, schedule: Schedule) -> Settled:
         problems += ds_problems(recipe.ds)
     if problems:
         raise UserError(*problems)
-    return Settled(
+    return Resolved(
         layout=layout,
         engine=engine,
         total_steps=total_steps,

@@ -37,7 +37,7 @@ from record import run_folder
 from record.heartbeat import HEART
 from runtime.engine.engine import Engine
 from runtime.process.process import Process
-from runtime.resolve import Settled
+from runtime.resolve import Resolved
 
 # How long the writers of a save wait for each other. A dead process is noticed at once, a silent
 # host by training's own collectives; a slow disk is no reason to give a save up.
@@ -50,7 +50,7 @@ GRACE_S = 20.0
 
 
 class Unsaved(OSError):
-    """The last step is trained and its weights are in no checkpoint: a life that failed."""
+    """The last step is trained and its weights are in no checkpoint: an attempt that failed."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Saver:
         self,
         folder: Path,
         recipe: Recipe,
-        settled: Settled,
+        resolved: Resolved,
         stream: Any,  # data.stream.stream.Stream
         engine: Engine,
         ranks: Comm,
         process: Process,
         lease: Lease | None = None,  # rank 0's
     ):
-        self.folder, self.recipe, self.settled = folder, recipe, settled
+        self.folder, self.recipe, self.resolved = folder, recipe, resolved
         self.stream, self.engine, self.ranks, self.process = stream, engine, ranks, process
         self.lease = lease
         self.wanted = recipe.checkpoint
-        self.last_step = settled.last_step if self.wanted.at_end else 0
+        self.last_step = resolved.last_step if self.wanted.at_end else 0
         self.tell: Callable[[SaveReport | Note], None] = lambda news: None  # rank 0: the record
         self.sync_record: Callable[[], None] = lambda: None  # rank 0: before a checkpoint exists
         self.pace = None
@@ -167,7 +167,7 @@ class Saver:
         """Wait for the save in flight as long as it moves on; a collective, before an end that all
         ranks come to alike. Why the newest save is not there; None: it is, or there was none.
         """
-        return self._settle() or (None if self._report is None else self._report.problem)
+        return self._resolve() or (None if self._report is None else self._report.problem)
 
     def last(
         self, step: int, health: dict[str, Any], asked: Callable[[], Any]
@@ -178,7 +178,7 @@ class Saver:
         """
         pauses = iter(LAST_PAUSES_S)
         while True:
-            problem = self._settle()
+            problem = self._resolve()
             if problem or self._report.ok:
                 return problem, None
             seconds = next(pauses, 0)
@@ -193,7 +193,7 @@ class Saver:
                     return self._report.problem, ending
             self._begin(step, health, time.perf_counter(), again=True)
 
-    def _settle(self) -> str | None:
+    def _resolve(self) -> str | None:
         """Wait for the save in flight; why it is still in flight, or None, on all ranks."""
         while self.background:
             HEART.beat("end")  # not the phase in which the end was found: a save may take longer
@@ -346,7 +346,7 @@ class Saver:
             seed=self.recipe.seed,
             recipe=dataclasses.asdict(self.recipe),
             data=self.stream.state() | {"past": self.stream.past(step)},
-            layout=self.settled.layout.as_dict(),
+            layout=self.resolved.layout.as_dict(),
             versions=run_folder.versions(),
             segment=self.segment,
             health=health,

@@ -1,9 +1,10 @@
 """Epochs: whose turn it is to write a run, as files that are made once.
 
-    runs/<run>/lease/00000007.json    who took epoch 7, and which checkpoints that life found
+    runs/<run>/lease/00000007.json    who took epoch 7, and which checkpoints that attempt found
 
 The one rule: an epoch belongs to whoever made its file, and ends when the next file is made; making
-a file that must not exist is one step on every file system. Rank 0 of each life makes one. Nobody
+a file that must not exist is one step on every file system. Rank 0 of each attempt makes one.
+Nobody
 else's word counts: not the clock, not a lock. Units: whole numbers; nanoseconds where named.
 """
 
@@ -21,12 +22,14 @@ from base.errors import Shared
 
 FOLDER = "lease"
 PATTERN = re.compile(r"(\d{8,18})\.json", re.ASCII)
-# Files of older epochs that stay, for people who ask which life wrote what.
+# Files of older epochs that stay, for people who ask which attempt wrote what.
 KEPT = 64
 
 
 class Fenced(Shared):
-    """Another life of the run has begun: this one must write nothing more. Raised on all ranks."""
+    """Another attempt of the run has begun: this one must write nothing more. Raised on all
+    ranks.
+    """
 
 
 class Fence(Protocol):
@@ -35,7 +38,7 @@ class Fence(Protocol):
     epoch: int
 
     def check(self) -> None:
-        """Raise Fenced when another life has begun."""
+        """Raise Fenced when another attempt has begun."""
 
 
 class Open:
@@ -62,7 +65,8 @@ class Holder:
     folder: int  # inode of the run's lease folder: a copied run is held by nobody
     family: str = ""  # of starts by one supervisor, of which each succeeds the one before
     is_released: bool = False
-    # Checkpoints there were when this life began: name -> epoch that wrote it, None = unreadable.
+    # Checkpoints there were when this attempt began: name -> epoch that wrote it, None =
+    # unreadable.
     # A later one of an older epoch is the work of a writer that had lost the run.
     found: dict[str, int | None] | None = None
 

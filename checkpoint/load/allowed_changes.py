@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.check import with_new_names
 from recipes.schema import Recipe
 
 FIXED = (
@@ -89,7 +90,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
     it that is no knob, or is fixed, is a problem: an allowance that does nothing must not look like
     one.
     """
-    before, after = flatten(stored), flatten(now)
+    before, after = flatten(with_new_names(stored)), flatten(with_new_names(now))
     # What only one side knows (a source added, a knob of another version) differs as well.
     keys = [*before, *(key for key in after if key not in before)]
     allowed = list(allow)

@@ -9,7 +9,7 @@
 The one rule: between two phases every rank learns how all others fared, and one failure is
 everyone's failure: the save is given up with one message, training goes on, older checkpoints stay.
 A folder under its final name is complete and durable, at every moment, whoever dies. Before
-anything becomes final rank 0 asks its fence: where another life of the run has begun, all ranks
+anything becomes final rank 0 asks its fence: where another attempt of the run has begun, all ranks
 raise Fenced. Units: seconds, bytes, steps.
 """
 
@@ -92,9 +92,10 @@ def save(
 
     `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
     `sync_record` makes durable what the checkpoint vouches for; rank 0 calls it before the commit.
-    `verify` is sampled or full. `again` = this life tried before: what it committed then and could
+    `verify` is sampled or full. `again` = this attempt tried before: what it committed then and
+    could
     not read back is set aside. What fails on any rank is reported, not raised. Raises Fenced on
-    all ranks where another life of the run has begun, and RuntimeError where the ranks lose each
+    all ranks where another attempt of the run has begun, and RuntimeError where the ranks lose each
     other, so that none waits for ever.
     """
     began = time.perf_counter()
@@ -191,7 +192,9 @@ def _prepare(checkpoints: Path, final: Path, fence: Fence, again: bool, point: P
 
 
 def _give_up(temporary: Path | None, fence: Fence) -> None:
-    """Remove what there is; where it failed because another life has begun, that is the cause."""
+    """Remove what there is; where it failed because another attempt has begun, that is the
+    cause.
+    """
     fence.check()
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -224,7 +227,7 @@ def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: P
     """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm.
 
     A process that is stopped between the last check and the rename finds, when it goes on, that the
-    folder is gone: the next life takes its name away before it lists what is committed.
+    folder is gone: the next attempt takes its name away before it lists what is committed.
     """
     missing = holes(
         merge([read_index(temporary, r, made.files[index_name(r)]) for r in range(made.world)])

@@ -1,4 +1,4 @@
-"""The lease: one life writes a run; the next one takes over from a dead or silent one, for good.
+"""The lease: one attempt writes a run; the next one takes over from a dead or silent one, for good.
 
     who holds the newest epoch?   nobody, or released    -> take the next one
                                   of the same supervisor -> take it: it starts one after the other
@@ -95,7 +95,7 @@ def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = 
 
     Under one kernel, a lock that the holder had and this process has was freed by its end; and with
     locks that work, a holder of another folder than this one wrote what this is a copy of. A
-    supervisor starts a life when the one before has ended, or is on a host that it has lost.
+    supervisor starts an attempt when the one before has ended, or is on a host that it has lost.
     """
     if holder is None:
         return "unknown"
@@ -114,7 +114,8 @@ def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = 
 def refuse_held(run_folder: Path, lock: int, family: str = "", wait: bool = True) -> int:
     """The newest epoch, once its holder is known to be gone; watches one elsewhere, with `wait`.
 
-    `lock` is the inode of the lock file, where this process has it. Raises UserError where a life
+    `lock` is the inode of the lock file, where this process has it. Raises UserError where an
+    attempt
     of the run goes on.
     """
     while epoch := epochs.newest(run_folder):
@@ -151,7 +152,7 @@ def is_renewed(run_folder: Path, epoch: int) -> bool:
     silent_s = (_server_now_ns(run_folder) - before) / 1e9
     # Times may come from a cache: look for longer than a renewal takes, in any case.
     end = clock() + min(max(2 * RENEW_S, LEASE_S - silent_s), LEASE_S)
-    print(f"run={run_folder.name}: waiting up to {end - clock():.0f} s to see whether the life"
+    print(f"run={run_folder.name}: waiting up to {end - clock():.0f} s to see whether the attempt"
           f" that holds it goes on", file=sys.stderr, flush=True)  # fmt: skip
     while clock() < end:
         time.sleep(min(POLL_S, RENEW_S / 10))
@@ -182,7 +183,7 @@ def _server_now_ns(run_folder: Path) -> int:
 class Lease:
     """An epoch that this process holds; renewed by a thread until `release` or the process's end.
 
-    `lost(problem)` is called by that thread when another life has taken the run.
+    `lost(problem)` is called by that thread when another attempt has taken the run.
     """
 
     def __init__(self, run_folder: Path, holder: Holder, lost: Callable[[str], None]):
@@ -193,11 +194,13 @@ class Lease:
 
     @property
     def epoch(self) -> int:
-        """The number of this life among the run's."""
+        """The number of this attempt among the run's."""
         return self.holder.epoch
 
     def check(self) -> None:
-        """Raise Fenced unless this life still is the newest. OSError where nothing can be known."""
+        """Raise Fenced unless this attempt still is the newest. OSError where nothing can be
+        known.
+        """
         now = epochs.newest(self.run_folder)
         current = epochs.read(self.run_folder, now or self.epoch)
         if current is None or current.token != self.holder.token:
@@ -213,7 +216,9 @@ class Lease:
             self.check()
 
     def release(self) -> None:
-        """Say that this life has ended, so that no other host waits; what cannot be said is not."""
+        """Say that this attempt has ended, so that no other host waits; what cannot be said is
+        not.
+        """
         self.ended.set()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join()
@@ -238,7 +243,7 @@ class Lease:
 
 
 def take(run_folder: Path, lock: int, lost: Callable[[str], None], family: str = "") -> Lease:
-    """Begin a life: the next epoch, once no other one goes on. Raises UserError, OSError.
+    """Begin an attempt: the next epoch, once no other one goes on. Raises UserError, OSError.
 
     `lock` is the inode of the lock file that this process has, 0 where there are no locks.
     """
@@ -259,7 +264,7 @@ def take(run_folder: Path, lock: int, lost: Callable[[str], None], family: str =
 
 
 def _fence_off(run_folder: Path, epoch: int) -> dict[str, int | None]:
-    """Checkpoints of a life that begins: name -> epoch that wrote it.
+    """Checkpoints of an attempt that begins: name -> epoch that wrote it.
 
     First the folders that older epochs save into lose their names: the rename by which a stopped
     one would commit then finds nothing, whenever it wakes up. What was committed before is listed.

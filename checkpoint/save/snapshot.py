@@ -58,7 +58,7 @@ def host_memory(num_bytes: int, is_pinned: bool) -> torch.Tensor:
     """uint8 (num_bytes,), its pages present. Raises RuntimeError where it cannot be had.
 
     torch's own pinned memory comes in powers of two, which may be twice what is asked for; so the
-    pages are locked by hand, and stay so for the life of the process.
+    pages are locked by hand, and stay so for the attempt of the process.
     """
     memory = torch.zeros(num_bytes, dtype=torch.uint8)
     if is_pinned and num_bytes:

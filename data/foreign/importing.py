@@ -75,7 +75,7 @@ def import_corpus(
     out: Path,
     tokenizer: TextTokenizer | None,
     settings: ImportSettings,
-    say=lambda text: None,
+    log=lambda text: None,
     is_quick: bool = False,
 ) -> dict:
     """Make a corpus of tokenized files and return its manifest. Raises UserError.
@@ -86,19 +86,19 @@ def import_corpus(
     found = {"train": find_foreign(source, eod_id, settings.dtype)}
     if settings.valid_in:
         found["valid"] = find_foreign(settings.valid_in, eod_id, settings.dtype, "valid_in")
-    _check_loss([one for some in found.values() for one in some], settings, say)
+    _check_loss([one for some in found.values() for one in some], settings, log)
     for one in (one for some in found.values() for one in some):
         for note in one.shard.notes if one.shard else ():
-            say(note)
+            log(note)
     if os.path.lexists(out):
         raise UserError(f"OUT={out}: is there already; name another folder")
-    with writing(out), locked(out.parent / f".{out.name}.lock", say):
+    with writing(out), locked(out.parent / f".{out.name}.lock", log):
         work = out.parent / f".{out.name}.work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
             ids = _Ids(vocab_size, eod_id, tokenizer)
-            manifest = _fill(work, found, ids, settings, say, is_quick)
+            manifest = _fill(work, found, ids, settings, log, is_quick)
             os.replace(work, out)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -116,7 +116,7 @@ class _Ids:
     tokenizer: TextTokenizer | None
 
 
-def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool) -> dict:
+def _fill(work, found, ids: _Ids, settings: ImportSettings, log, is_quick: bool) -> dict:
     every = [one for some in found.values() for one in some]
     types = {one.dtype for one in every}
     is_ours = len(types) == 1 and types <= set(CODES) and not settings.cuts
@@ -157,18 +157,18 @@ def _fill(work, found, ids: _Ids, settings: ImportSettings, say, is_quick: bool)
     if settings.valid_in and not is_quick:
         _check_overlap(found)
     if is_quick:
-        say(NOT_READ)
+        log(NOT_READ)
     if anew:
-        say(f"{anew} of {len(every)} files were written anew as {dtype.name}, the others linked")
+        log(f"{anew} of {len(every)} files were written anew as {dtype.name}, the others linked")
     if facts.not_ended:
-        say(
+        log(
             f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
             f"{ids.eod_id}; where they end is known from the index"
         )
     kept = sum(shard["documents"] for some in shards.values() for shard in some)
     left_out = facts.documents - kept
     if left_out:
-        say(f"{left_out:,} of {facts.documents:,} documents are left out: split={settings.split}")
+        log(f"{left_out:,} of {facts.documents:,} documents are left out: split={settings.split}")
     is_as_found = is_quick or facts.not_ended > 0
     fields = {
         "name": "imported",
@@ -303,7 +303,7 @@ def _check(facts: Facts, shards, hashes, vocab_size: int, settings, is_quick: bo
         raise UserError(*problems)
 
 
-def _check_loss(files: list[Foreign], settings: ImportSettings, say) -> None:
+def _check_loss(files: list[Foreign], settings: ImportSettings, log) -> None:
     """A corpus holds no loss masks, so those of datatrove may not be lost in silence."""
     without = {one.path: number for one in files if (number := one.num_without_loss())}
     if without and settings.loss != "ignore":
@@ -316,7 +316,7 @@ def _check_loss(files: list[Foreign], settings: ImportSettings, say) -> None:
             )
         )
     if without:
-        say(f"{sum(without.values()):,} tokens give loss although .loss files take them out")
+        log(f"{sum(without.values()):,} tokens give loss although .loss files take them out")
 
 
 def _check_overlap(found: dict[str, list[Foreign]]) -> None:

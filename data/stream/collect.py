@@ -101,7 +101,7 @@ class Collector:
                 is_update=data.is_update,
                 masked=data.num_masked,
                 quarantined=data.quarantined,
-                length=data.length if data.is_cut else None,
+                length=data.length if data.is_sharded else None,
                 skips=self._skips,
             )
 

@@ -70,7 +70,7 @@ class StepData:
     quarantined: tuple[int, ...] = ()  # samples of the run that touch a damaged block
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the model sees less than a whole sequence at once."""
         first, end = self.sample_range
         return self.length * (end - first) < self.num_tokens
@@ -333,7 +333,7 @@ class Stream:
             first, end = self.sample_range(data_step)
             own = len(own_positions(end - first, *place))
             # Twice as far as the last time, and one step after a jump: the first touch of a block
-            # hashes all of it, which the first batch of a life should not wait for.
+            # hashes all of it, which the first batch of an attempt should not wait for.
             is_next = ready.place == place and ready.end == data_step
             ahead = 2 * (ready.end - ready.first) if is_next else 1
             ahead = max(1, min(ahead, READ_AHEAD // own, LOCATE_AHEAD // (end - first)))

@@ -134,8 +134,8 @@ def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray
     "across".
     """
     assert attend in ("within", "across")
-    is_cut = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
-    return row[is_cut], position[is_cut]
+    is_sharded = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
+    return row[is_sharded], position[is_sharded]
 
 
 def num_targets(

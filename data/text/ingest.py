@@ -59,7 +59,7 @@ def build_corpus(
     tokenizer: TextTokenizer,
     settings: Settings,
     workers: int = 1,
-    say=lambda text: None,
+    log=lambda text: None,
 ) -> dict:
     """Build a corpus from the inputs behind `source` and return its manifest.
 
@@ -71,8 +71,8 @@ def build_corpus(
     _check_before(files, tokenizer, settings)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with locked(out.parent / f".{out.name}.lock", say):
-            made = _Build(files, out, tokenizer, settings, workers, say)
+        with locked(out.parent / f".{out.name}.lock", log):
+            made = _Build(files, out, tokenizer, settings, workers, log)
             try:
                 return made.run()
             except BaseException:
@@ -90,9 +90,9 @@ def build_corpus(
 class _Build:
     """One call of `make corpus`."""
 
-    def __init__(self, files: list[InputFile], out, tokenizer, settings, workers, say):
+    def __init__(self, files: list[InputFile], out, tokenizer, settings, workers, log):
         self.files, self.out, self.tokenizer = files, out, tokenizer
-        self.settings, self.workers, self.say = settings, workers, say
+        self.settings, self.workers, self.log = settings, workers, log
         self.work = out.parent / f".{out.name}.work"
         self.folder = self.work / "corpus"
         self.fingerprint = tokenizer.fingerprint()
@@ -110,11 +110,11 @@ class _Build:
             wanted = self.settings.engine
             self.engine, note = choose_engine(self.tokenizer, wanted, self._sample())
             if note:
-                self.say(note)
+                self.log(note)
         try:
             tasks = self._run_units()
         except EngineDiffers as difference:
-            self.say(f"gigatoken gives other ids for {str(difference)!r}; starting with tokenizers")
+            self.log(f"gigatoken gives other ids for {str(difference)!r}; starting with tokenizers")
             differed.touch()
             self.engine = "tokenizers"
             tasks = self._run_units()
@@ -124,7 +124,7 @@ class _Build:
         held, not_found = held_digests(self.settings, done)
         first = None
         if self.settings.duplicates == "drop":
-            self.say("looking for duplicates")
+            self.log("looking for duplicates")
             first = select_first(done, self.work / "first.bool")
         limit = hash_limit(self.settings.valid_fraction)
         shards, by_file = self._plan(done, Selection(first, limit, held))
@@ -154,7 +154,7 @@ class _Build:
         if (self.out / MANIFEST).is_file():
             manifest = read_manifest(self.out)
             if manifest["made_with"].get("build") == key:
-                self.say(f"{self.out} is this corpus already; nothing to do")
+                self.log(f"{self.out} is this corpus already; nothing to do")
                 shutil.rmtree(self.work, ignore_errors=True)
                 return manifest
             raise UserError(
@@ -206,7 +206,7 @@ class _Build:
                 shutil.rmtree(folder)
         todo = [task for task in tasks if not task.folder.is_dir()]
         if len(todo) < len(tasks):
-            self.say(f"going on: {len(tasks) - len(todo)} of {len(tasks)} units are finished")
+            self.log(f"going on: {len(tasks) - len(todo)} of {len(tasks)} units are finished")
         bad = sum(_bad(read_summary(t.folder)) for t in tasks if t.folder.is_dir())
         self._check_bad(bad)
 

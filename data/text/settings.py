@@ -85,7 +85,7 @@ def read_settings(words: Iterable[str]) -> Settings:
     return settings
 
 
-def read_words(kind: type, words: Iterable[str], verb: str):
+def read_words(kind: type, words: Iterable[str], command: str):
     """A dataclass of knobs from `knob=value` words. Raises UserError with all problems."""
     known = {one.name: one for one in fields(kind)}
     values, problems = {}, []
@@ -94,7 +94,7 @@ def read_words(kind: type, words: Iterable[str], verb: str):
         if not found or name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"known: {', '.join(known)}"
-            problems.append(f"{word}: is not knob=value with a knob of `{verb}`; {hint}")
+            problems.append(f"{word}: is not knob=value with a knob of `{command}`; {hint}")
         elif name in values:
             problems.append(f"{word}: {name} is given twice")
         else:

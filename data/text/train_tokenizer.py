@@ -53,7 +53,7 @@ def training_texts(files: list[InputFile], settings: Settings, share: float) -> 
                 yield text
 
 
-def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenizer:
+def train(source: str, vocab_size: int, settings: Settings, log) -> TextTokenizer:
     """Train on the inputs behind `source`. Raises UserError."""
     if not LEAST_VOCAB <= vocab_size <= MOST_VOCAB:
         raise UserError(f"VOCAB={vocab_size}: is not in {LEAST_VOCAB} to {MOST_VOCAB}")
@@ -63,7 +63,7 @@ def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenize
     size = sum(file.bytes for file in files)
     share = min(1.0, MOST_BYTES / max(1, size))
     if share < 1:
-        say(f"learning from {share:.4f} of the documents, by hash ({size:,} bytes of input)")
+        log(f"learning from {share:.4f} of the documents, by hash ({size:,} bytes of input)")
     texts, chars = 0, 0
     with progress_bar("reading", None, unit="char") as bar:
 
@@ -77,7 +77,7 @@ def train(source: str, vocab_size: int, settings: Settings, say) -> TextTokenize
         tokenizer = train_bpe(counted(), vocab_size)
     if not texts:
         raise UserError(f"IN={source}: holds no text to learn from")
-    say(f"learned from {texts:,} documents, {chars:,} characters: {tokenizer.vocab_size:,} tokens")
+    log(f"learned from {texts:,} documents, {chars:,} characters: {tokenizer.vocab_size:,} tokens")
     if tokenizer.vocab_size < vocab_size:
-        say(f"the text has no more than {tokenizer.vocab_size} of the {vocab_size} asked for")
+        log(f"the text has no more than {tokenizer.vocab_size} of the {vocab_size} asked for")
     return tokenizer

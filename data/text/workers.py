@@ -116,7 +116,7 @@ def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
 
 def _killed(workers: int) -> UserError:
     return UserError(
-        f"a worker process was killed, perhaps for want of memory (WORKERS={workers}); give the "
+        f"a worker process was killed, perhaps out of memory (WORKERS={workers}); give the "
         "command again with fewer: finished work is kept"
     )
 

@@ -55,15 +55,15 @@ class Voice:
     """The way back to the launcher. Whole lines, from any thread."""
 
     def __init__(self, node: int):
-        self._node, self._guard = node, threading.Lock()
+        self._node, self._health_monitor = node, threading.Lock()
         # What a login prints without an end of line would swallow the first message.
         sys.stdout.write("\n")
 
-    def say(self, what: str, **content: Any) -> None:
+    def log(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
         line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
         # Where nobody listens any more standard input ends too, which stops the ranks.
-        with contextlib.suppress(OSError, ValueError), self._guard:
+        with contextlib.suppress(OSError, ValueError), self._health_monitor:
             sys.stdout.write(line)
             sys.stdout.flush()
 
@@ -119,20 +119,20 @@ def main(arguments: list[str]) -> int:
     try:
         ORDERS[order["do"]](order, node, voice, lifeline)
     except UserError as error:
-        voice.say("problem", problems=error.problems)
+        voice.log("problem", problems=error.problems)
     except OSError as error:
-        voice.say("problem", problems=[f"{error}"])
-    voice.say("done")
+        voice.log("problem", problems=[f"{error}"])
+    voice.log("done")
     return 0
 
 
 def do_facts(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
     """Say the time, then what the host is like."""
     for _ in range(3):  # the least delayed one counts
-        voice.say("clock", time=time.time())
+        voice.log("clock", time=time.time())
         time.sleep(0.02)
     environ = os.environ | order["environment"]
-    voice.say("facts", facts=facts.gather(ROOT, node, order["ask"], environ))
+    voice.log("facts", facts=facts.gather(ROOT, node, order["ask"], environ))
 
 
 def do_reach(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
@@ -141,10 +141,10 @@ def do_reach(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     if node == 0:
         came = network.await_knocks(port, token, len(order["hosts"]) - 1, timeout_s)
         ways = {who: dataclasses.asdict(way) for who, way in came.items()}
-        voice.say("came", ways=ways)
+        voice.log("came", ways=ways)
     else:
         way = network.knock(order["addresses"], port, token, str(node), timeout_s)
-        voice.say("way", way=way and dataclasses.asdict(way))
+        voice.log("way", way=way and dataclasses.asdict(way))
 
 
 def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
@@ -155,13 +155,13 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     def show(local: int, kind: str, line: bytes) -> None:
         rank = node * order["per_node"] + local
         if rank in shown:
-            voice.say("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
+            voice.log("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
 
     def ended(end: End) -> None:
-        voice.say("end", end=dataclasses.asdict(end))
+        voice.log("end", end=dataclasses.asdict(end))
 
     def suspect(hung: Hung | None) -> None:
-        voice.say("suspect", hung=hung and dataclasses.asdict(hung))
+        voice.log("suspect", hung=hung and dataclasses.asdict(hung))
 
     folder = order["run_folder"]
     if not os.access(ROOT / order["words"][0], os.R_OK) and order["words"][0] != "-m":
@@ -196,14 +196,14 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     if lifeline.has_pulse:
         lifeline.silence_s = SILENT_SHARE * order["lost_s"]
     threading.Thread(target=pulse, args=(voice,), daemon=True).start()
-    voice.say("started", host=socket.gethostname(), pid=os.getpid())
+    voice.log("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
 
 
 def pulse(voice: Voice) -> None:
     """Say now and then that this host is there."""
     while True:
-        voice.say("pulse")
+        voice.log("pulse")
         time.sleep(PULSE_S)
 
 

@@ -84,10 +84,10 @@ class Work:
         self._hosts = cluster.hosts
         self._grace_s = (order.get("limits") or {}).get("grace_s", GRACE_S)
         self._queue: queue.Queue[Message] = queue.Queue()
-        self._spoke: set[int] = set()  # hosts whose agent has come to life
+        self._spoke: set[int] = set()  # hosts whose agent has come to attempt
         self._open = set(range(len(self._hosts)))  # hosts that have not said their last word
         self._processes: list[tuple[Carrier, subprocess.Popen]] = []
-        self._guard = threading.RLock()  # a signal handler may come in between
+        self._health_monitor = threading.RLock()  # a signal handler may come in between
         self._stopped_at: float | None = None
         self._heard: dict[int, float] = {}  # host -> when, of those that have pulsed
         self._cut_off: set[int] = set()
@@ -239,7 +239,7 @@ class Work:
                 yield {"node": node, "say": "lost", "why": why, "at": time.time()}
 
     def _write(self, data: bytes) -> None:
-        with self._guard:
+        with self._health_monitor:
             for way, process in self._processes:
                 if way.takes_input:
                     with contextlib.suppress(OSError, ValueError):
@@ -248,7 +248,7 @@ class Work:
                     process.terminate()
 
     def _close_inputs(self) -> None:
-        with self._guard:
+        with self._health_monitor:
             for way, process in self._processes:
                 if way.takes_input:
                     with contextlib.suppress(OSError, ValueError):

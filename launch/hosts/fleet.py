@@ -1,4 +1,4 @@
-"""The hosts of a run between its lives: who trains, who waits, who is barred, who takes over.
+"""The hosts of a run between its attempts: who trains, who waits, who is barred, who takes over.
 
     trains: node1 node2      waits: node3
     node2 lost -> node3 takes its place, node2 waits    (the same world size)
@@ -18,7 +18,7 @@ from typing import Any
 
 from base.errors import UserError
 from base.values import counted
-from launch.budget import Life
+from launch.budget import Attempt
 from launch.hosts.cluster import Cluster
 from launch.hosts.hostfile import Host
 from launch.hosts.judge import names
@@ -44,15 +44,16 @@ class Fleet:
     failures: Callable[[], Iterable[tuple[str, str, float]]]  # (host, cause, when)
     note: Callable[..., None]
     resize: Callable[[int], None]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     pause: Callable[[float], None] = time.sleep
     tell: Callable[[str, str], None] = lambda kind, text: None
     plan: Plan | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)  # found unfit since the last life
+    told: set[str] = field(default_factory=set)  # found unfit since the last attempt
 
-    def mend(self, life: Life | None, lost: Iterable[str] = ()) -> Plan:
-        """The plan of the next life, after `life`, in which the hosts `lost` went away. Raises
+    def mend(self, attempt: Attempt | None, lost: Iterable[str] = ()) -> Plan:
+        """The plan of the next attempt, after `attempt`, in which the hosts `lost` went away.
+        Raises
         UserError where there is no way."""
         lost = set(lost)
         self.told.clear()
@@ -62,12 +63,12 @@ class Fleet:
             if host in {other.name for other in self.cluster.hosts} and host not in lost:
                 why = f"barred: it failed {times} times within a day (INCLUDE names it to use it)"
                 if not self._replace(self._named(host), why, lost):
-                    self.say(f"{host} failed {times} times within a day and no spare is left")
-        if lost or (life is not None and life.cause == "hung"):
+                    self.log(f"{host} failed {times} times within a day and no spare is left")
+        if lost or (attempt is not None and attempt.cause == "hung"):
             self.plan = None
             again = lost or set(self.facts)  # a hang does not say whose fault it was
             self.facts = {host: f for host, f in self.facts.items() if host not in again}
-        return self.plan or self._fit(is_first=life is None, unfit=lost)
+        return self.plan or self._fit(is_first=attempt is None, unfit=lost)
 
     def barred(self) -> dict[str, int]:
         """Hosts that failed too often, with how often."""
@@ -86,7 +87,7 @@ class Fleet:
         while True:
             try:
                 self.plan, self.facts = preflight(
-                    self.cluster, self.inspection, self.say, self.facts
+                    self.cluster, self.inspection, self.log, self.facts
                 )
                 return self.plan
             except UserError as error:
@@ -106,7 +107,7 @@ class Fleet:
                     who = names([host.name for host in wrong])
                     what = f"{who}: not fit, and no spare is left"
                 what += f"; trying again for {left_s:.0f} s (restart.wait_s)"
-                self.say(what)
+                self.log(what)
                 if not is_told:
                     self.tell("waiting", what)
                 is_told = True
@@ -126,7 +127,7 @@ class Fleet:
         self.cluster = replace(self.cluster, hosts=hosts)
         self.spares = [other for other in self.spares if other is not spare] + [host]
         self.plan = None
-        self.say(f"spare {spare.name} takes the place of {host.name} ({why})")
+        self.log(f"spare {spare.name} takes the place of {host.name} ({why})")
         # Tried again and again in one outage it has failed once, and is not barred when it is back.
         is_new = not why.startswith(("lost", "barred")) and host.name not in self.told
         cause = {"cause": "unfit"} if is_new else {}
@@ -152,7 +153,7 @@ class Fleet:
             ) from None
         self.cluster = replace(self.cluster, hosts=left)
         self.spares += wrong
-        self.say(f"{waited}; going on with {counted(len(left), 'host')} (restart.shrink)")
+        self.log(f"{waited}; going on with {counted(len(left), 'host')} (restart.shrink)")
         for host in wrong:
             self.note(host.name, "left_out", why=said(error, host))
 

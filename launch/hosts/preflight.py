@@ -51,7 +51,7 @@ class Inspection:
 def preflight(
     cluster: Cluster,
     inspection: Inspection,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     known: Mapping[str, dict] = {},
 ) -> tuple[Plan, dict[str, dict]]:
     """The plan, and the facts by host. Raises UserError with every problem of every host.
@@ -65,16 +65,16 @@ def preflight(
     if inspection.is_full:
         found.warnings += compilers(facts)
     for warning in found.warnings:
-        say(f"warning: {warning}")
+        log(f"warning: {warning}")
     for host, f in asked.items():
         for note in f.get("locks", []):
-            say(f"{host}: {note}")
+            log(f"{host}: {note}")
     if found.problems:
         raise UserError(*found.problems)
     first = facts[cluster.hosts[0].name]
     plan = meet(cluster, first["port"]["number"], first["addresses"])
     for reason in plan.reasons:
-        say(reason)
+        log(reason)
     return plan, facts
 
 

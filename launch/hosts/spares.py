@@ -33,11 +33,11 @@ class SpareWatch:
         spares: Callable[[], Sequence[Host]],
         inspection: Inspection,
         facts: Callable[[], Mapping[str, Any]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         note: Callable[..., None],
     ):
         self._cluster, self._spares, self._facts = cluster, spares, facts
-        self._inspection, self._say, self._note = inspection, say, note
+        self._inspection, self._log, self._note = inspection, log, note
         self._known: dict[str, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -80,5 +80,5 @@ class SpareWatch:
         if self._over.is_set() or self._known.get(host.name) == wrong:
             return
         self._known[host.name] = wrong
-        self._say(f"spare {host.name}: {'not fit: ' + wrong if wrong else 'ready'}")
+        self._log(f"spare {host.name}: {'not fit: ' + wrong if wrong else 'ready'}")
         self._note(host.name, "not_fit" if wrong else "ready", why=wrong or None)

@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 
 class Inquiry:
-    """Listens to what the agents of a life say, and asks back."""
+    """Listens to what the agents of an attempt say, and asks back."""
 
     def __init__(self, work: Work):
         self._work = work

@@ -1,4 +1,4 @@
-"""How many processes the kernel has killed for want of memory: it says SIGKILL and nothing else.
+"""How many processes the kernel has killed out of memory: it says SIGKILL and nothing else.
 
     memory.events of the control group (version 2), memory.oom_control (version 1), /proc/vmstat
 

@@ -36,7 +36,7 @@ class End:
     """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
 
     `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end;
-    `is_oom` = the kernel killed it for want of memory. `last` = the end of its error output.
+    `is_oom` = the kernel killed it out of memory. `last` = the end of its error output.
     `phase`, `step` = its last sign of life. `hung` = why the watch killed it, after `silent_s`, and
     `stack` its innermost frames; `only_waits` = it may have waited for another host.
     """
@@ -122,7 +122,7 @@ def is_led(ends: Sequence[End], status: int) -> bool:
 
 
 def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
-    """One word for how a life ended, as its line in events.jsonl has it."""
+    """One word for how an attempt ended, as its line in events.jsonl has it."""
     status = exit_status(ends, stopped_by)
     if status in AGREED:
         return AGREED[status]

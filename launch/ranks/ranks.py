@@ -3,7 +3,7 @@
     start -> output lines, beats ... end of each rank
              one failed: the others get a moment, then stop      one hangs: all are killed at once
 
-The one rule: when `wait` returns none of them lives, however it went, but one that the kernel
+The one rule: when `wait` returns none of them attempts, however it went, but one that the kernel
 itself cannot end, which is named; and if this process is killed the kernel kills them. torchrun is
 not used for this: it hides exit statuses (93 becomes 1), waits 30 s for a stopped process, prints
 tracebacks of its own and imports torch first. The variables are torchrun's, so the entry runs under
@@ -83,7 +83,7 @@ class RunLogs:
         self._before = self._stamp()
         self._files: dict[str, object] = {}
         self._waiting: dict[str, deque[bytes]] = {}
-        self._guard = threading.Lock()
+        self._health_monitor = threading.Lock()
 
     def path(self, name: str) -> str | None:
         """Where the log is, if there is one."""
@@ -91,13 +91,13 @@ class RunLogs:
 
     def write(self, name: str, line: bytes) -> None:
         """Add a line to the log `name`; a full disk costs the log, not the run."""
-        with self._guard:
+        with self._health_monitor:
             self._waiting.setdefault(name, deque(maxlen=10_000)).append(line)
         self.flush(name)
 
     def flush(self, *names: str) -> None:
         """Write what waits, of all logs or of some, if the folder has come."""
-        with self._guard:
+        with self._health_monitor:
             for name in names or tuple(self._waiting):
                 waiting = self._waiting.get(name)
                 with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ class Ranks:
                     signalled = self._asked
                     self._signal(signalled)
                     kill_at = now + self._patience_s()
-                if self._watch and now >= look_at and not self._is_settled():
+                if self._watch and now >= look_at and not self._is_resolved():
                     look_at = now + LOOK_S
                     self._look()
                 failed = [end for end in self._ends if end.status != 0]
@@ -293,7 +293,7 @@ class Ranks:
                 print(f"warning: {text.removeprefix('failed: ')}", file=sys.stderr, flush=True)
                 self._ended(end)
 
-    def _is_settled(self) -> bool:
+    def _is_resolved(self) -> bool:
         """Whether silence says nothing new."""
         return self._hung is not None or self._is_still or self._is_killed
 
@@ -410,7 +410,7 @@ class Ranks:
 
 
 def log_name(rank: int) -> str:
-    """File name of a rank's log; lives of a run follow each other in it."""
+    """File name of a rank's log; attempts of a run follow each other in it."""
     return f"rank-{rank:05d}.log"
 
 

@@ -1,7 +1,7 @@
 """Starts the ranks of a run and stays until none lives: on this host, or on a cluster.
 
-    live_here(words, ...)         ranks of this machine: one life
-    live_across(cluster, ...)     ranks on many hosts, through their agents: one life
+    live_here(words, ...)         ranks of this machine: one attempt
+    live_across(cluster, ...)     ranks on many hosts, through their agents: one attempt
     here(...), across(...)        the same, told to a person, for an exit status
 
 The one rule: the exit status is that of `launch.ranks.outcome`, a signal to this process is one to
@@ -61,7 +61,7 @@ def live_here(
     variables: Mapping[str, str] = {},
     limits: Watch | None = None,
 ) -> Lived:
-    """One life of `ranks` ranks of this machine, which also get `variables`."""
+    """One attempt of `ranks` ranks of this machine, which also get `variables`."""
     environments = agent.environments(
         os.environ | variables,
         node=0,
@@ -129,7 +129,7 @@ def order_of(
 
 
 def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, asked: Asked) -> Lived:
-    """One life of the ranks of all hosts of `order`."""
+    """One attempt of the ranks of all hosts of `order`."""
     hosts, per_host = order["hosts"], order["per_node"]
     ends: list[End] = []
     began, began_unix_s = time.monotonic(), time.time()
@@ -160,7 +160,8 @@ def live_across(cluster: Cluster, order: Mapping[str, Any], screen: Screen, aske
 
 @dataclass(frozen=True)
 class Lived:
-    """One life of all ranks. `detect_s` = from the first failure, or from the last sign of life of
+    """One attempt of all ranks. `detect_s` = from the first failure, or from the last sign of life
+    of
     a rank that hung, to the end of all."""
 
     ends: list[End]
@@ -170,7 +171,7 @@ class Lived:
 
     @classmethod
     def of(cls, ends: list[End], began: float, began_unix_s: float) -> Lived:
-        """A life that has just ended; `began` on the monotonic clock."""
+        """An attempt that has just ended; `began` on the monotonic clock."""
         lasted_s = time.monotonic() - began
         first = first_failure(ends)
         detect_s = max(0.0, lasted_s - first.after_s) + first.silent_s if first else 0.0
@@ -220,7 +221,7 @@ class Asked:
             stop(self.first)
 
     def then_nothing(self) -> None:
-        """Between two lives there is nothing to stop."""
+        """Between two attempts there is nothing to stop."""
         self.then(lambda number: None)
 
     def then_interrupt(self) -> None:

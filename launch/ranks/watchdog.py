@@ -8,7 +8,8 @@ The one rule: silence is counted on this process's own clock, and only while thi
 runs. So neither a suspended laptop, nor a stopped process group, nor another clock is a hang.
 
 A step may take `step_s`, or `step_factor` times the median of this rank's steps where that is
-longer, both for the number of its micro-batches; the first steps of a life compile and fill caches
+longer, both for the number of its micro-batches; the first steps of an attempt compile and fill
+caches
 and have the limit of a start. Imports no torch. Units: seconds.
 """
 
@@ -95,7 +96,7 @@ class Heard:
     beat: Beat = Beat()
     silent_s: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    steps: int = 0  # that this life has begun
+    steps: int = 0  # that this attempt has begun
 
     def hear(self, beat: Beat) -> None:
         """Another beat came."""

@@ -55,7 +55,7 @@ def own_folder() -> Path:
     return CACHE / "torch_extensions" / "-".join(versions)
 
 
-def acquire(baton, say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> bool:
+def acquire(baton, log: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> bool:
     """Take the lock of a `FileBaton` and return True, whoever held it before.
 
     What another process has built meanwhile is found there by the build that follows. Raises
@@ -72,7 +72,7 @@ def acquire(baton, say: Callable[[str], None] = lambda text: print(text, file=sy
                 os.write(baton.fd, MARK)
             return True
         if remove_abandoned(path):
-            say(f"operator {path.parent.name}: a killed build left its lock behind; building anew")
+            log(f"operator {path.parent.name}: a killed build left its lock behind; building anew")
             continue
         if (quiet_s := idle_s(path.parent)) > IDLE_LIMIT_S:
             raise UserError(
@@ -81,7 +81,7 @@ def acquire(baton, say: Callable[[str], None] = lambda text: print(text, file=sy
                 " make doctor do it"
             )
         if time.monotonic() > say_at:
-            say(
+            log(
                 f"operator {path.parent.name} is being built by another process; waiting for its"
                 f" lock since {time.monotonic() - began:.0f} s ({path})"
             )

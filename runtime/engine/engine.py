@@ -38,7 +38,7 @@ from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
 from recipes.schema import Recipe
 from runtime.engine.initial_weights import Draw, fill_owned
 from runtime.engine.optimizer import build_optimizer
-from runtime.engine.update_gate import Gate, MayUpdate
+from runtime.engine.update_gate import MayUpdate, UpdateGate
 from runtime.process.process import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ class Engine:
         self.mesh = mesh
         self.layout = mesh.layout
         self.process = process
-        self.gate = Gate(ds, mesh.is_plain, process.device)
+        self.update_gate = UpdateGate(ds, mesh.is_plain, process.device)
 
     @property
     def model(self) -> nn.Module:
@@ -111,14 +111,14 @@ class Engine:
                     self.ds.step()
         with phase("optimizer"):
             dist.all_reduce(loss, group=data.group)
-            self.gate.ask(loss, may_update)
+            self.update_gate.ask(loss, may_update)
             self.ds.step()
         return StepResult(
             loss=loss,
             grad_norm=self.ds.get_global_grad_norm(),
             tokens=tokens,
             targets=targets,
-            skipped=self.gate.closed(),
+            skipped=self.update_gate.closed(),
         )
 
     def fragments(self) -> list[Fragment]:

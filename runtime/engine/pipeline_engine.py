@@ -70,7 +70,7 @@ class PipelineEngine(plain.Engine):
                 open_phase.close()
                 open_phase.enter_context(phase("optimizer"))
                 if may_update is not None:
-                    self.gate.ask(self._loss_so_far(), may_update)
+                    self.update_gate.ask(self._loss_so_far(), may_update)
 
             self._before_optimizer = before_optimizer
             open_phase.enter_context(phase("compute"))
@@ -82,7 +82,7 @@ class PipelineEngine(plain.Engine):
             grad_norm=self.ds.get_global_grad_norm(),
             tokens=tokens,
             targets=targets,
-            skipped=self.gate.closed(),
+            skipped=self.update_gate.closed(),
         )
 
     def _loss_so_far(self) -> torch.Tensor:

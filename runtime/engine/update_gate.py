@@ -24,7 +24,7 @@ LINKED = "_hp_optimizer_states_linked"
 MayUpdate = Callable[[float, float], bool]
 
 
-class Gate:
+class UpdateGate:
     """Stands before the optimizer of one engine; open unless a step brings a question."""
 
     def __init__(self, ds: Any, is_plain: bool, device: torch.device):

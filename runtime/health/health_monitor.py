@@ -3,7 +3,7 @@
     begin(data) -> engine asks may_update(loss, norm) -> the judgement of the step
 
 The one rule: the same numbers on every rank give the same judgement, so nothing here is exchanged
-but the history that a life begins with. Units: steps, nats.
+but the history that an attempt begins with. Units: steps, nats.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Batch(Protocol):
     data_step: int
     is_update: bool
     length: int
-    is_cut: bool
+    is_sharded: bool
 
 
-class Guard:
-    """Judges each step of a life. `sequences_at(d + 1)` is the size of the global batch of
+class HealthMonitor:
+    """Judges each step of an attempt. `sequences_at(d + 1)` is the size of the global batch of
     data step d.
     """
 
@@ -43,7 +43,7 @@ class Guard:
         rewound_to: tuple[int, ...] = (),
         is_changed: bool = False,
     ):
-        """`saved` is the health of the checkpoint that this life goes on from; `is_changed` says
+        """`saved` is the health of the checkpoint that this attempt goes on from; `is_changed` says
         that the recipe has changed since in a way that moves the curve. Raises UserError."""
         self.limits = Limits(recipe.health, warmup_steps)
         health = Health() if saved is None else Health.from_dict(saved)
@@ -61,7 +61,7 @@ class Guard:
 
     @property
     def is_sick(self) -> bool:
-        """Whether this life ends here: the run goes back, or stops."""
+        """Whether this attempt ends here: the run goes back, or stops."""
         return self.judgement.verdict in (Verdict.ROLL_BACK, Verdict.STOP)
 
     def begin(self, data: Batch) -> None:
@@ -80,7 +80,7 @@ class Guard:
     def regime(self, data: Batch) -> str:
         """What a step's batch is made of; numbers of another regime say nothing about this one."""
         weights = (f"{uid}={s.weight_at(data.data_step):g}" for uid, s in self._sources.items())
-        cut = f" cut to {data.length}" if data.is_cut else ""
+        cut = f" cut to {data.length}" if data.is_sharded else ""
         return f"{self._sequences_at(data.data_step + 1)} x {' '.join(weights)}{cut}"
 
 

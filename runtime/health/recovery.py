@@ -1,4 +1,5 @@
-"""What follows a verdict that ends a life: the run is taken back to a healthy checkpoint, or stops.
+"""What follows a verdict that ends an attempt: the run is taken back to a healthy checkpoint, or
+stops.
 
     roll back -> newest healthy checkpoint at least `health.rewind` steps before the trouble, else
                  the oldest healthy one before it -> one line of history.jsonl -> exit status 76

@@ -77,7 +77,7 @@ class Console:
         if is_due or is_last or is_evaluated or line["skipped"]:
             self._put(plain_text(line, self._total, left_s) + "\n")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message of its own line; the live line stays below it."""
         clear = TO_LINE_START_AND_CLEAR if self._shown else ""
         self._put(f"{clear}{text}\n{self._shown}")

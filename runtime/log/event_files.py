@@ -1,6 +1,6 @@
 """TensorBoard event files of one segment of a run, and the pages that TensorBoard makes of them.
 
-    runs/<run>/tensorboard/segment-00/events.out.tfevents.<second>.<host>.<process>.<life>
+    runs/<run>/tensorboard/segment-00/events.out.tfevents.<second>.<host>.<process>.<attempt>
 
 One rule: the x axis is the optimizer step, for every series of every file; tokens are a series of
 their own. Units stand in each series' tag, or in the card `series` of the text tab (TensorBoard's
@@ -9,9 +9,10 @@ fast loader shows no descriptions).
 Records are written with the tensorboard package's own record writer and protos, synchronously, and
 handed to the system after each step: a killed run loses nothing, and neither TensorFlow nor torch
 is imported. (The package's EventFileWriter imports TensorFlow wherever it is installed, keeps up to
-two minutes of records in memory, and names files so that the order of two lives can turn around.)
+two minutes of records in memory, and names files so that the order of two attempts can turn
+around.)
 A restart writes a SessionLog START record with the first step to come: readers forget what an
-earlier life wrote from that step on.
+earlier attempt wrote from that step on.
 """
 
 from __future__ import annotations
@@ -65,10 +66,14 @@ SERIES = {
         "progress/skipped_steps",
         "steps so far that did not move the weights",
     ),
-    "life": ("progress/life", "process start that trained the step: it rises at each restart"),
+    "attempt": (
+        "progress/attempt",
+        "process start that trained the step: it rises at each restart",
+    ),
     "tokens_per_s": (
         "throughput/tokens_per_s",
-        "all ranks; evaluation and saves excluded; low in the first step of a life, which warms up",
+        "all ranks; evaluation and saves excluded; low in the first step of an attempt, which warms"
+        " up",
     ),
     "tokens_per_s_per_rank": ("throughput/tokens_per_s_per_rank", "evaluation and saves excluded"),
     "mfu": (
@@ -86,7 +91,8 @@ SERIES = {
     "checkpoint_gib_per_s": ("saves/gib_per_s", "size / seconds of the save, all ranks"),
     "goodput_useful": (
         "wall_clock/goodput",
-        "share of the wall clock since the first life, 0..1: steps whose update is in the weights",
+        "share of the wall clock since the first attempt, 0..1: steps whose update is in the"
+        " weights",
     ),
     "goodput_redone": ("wall_clock/redone", "share: steps trained again later"),
     "goodput_stall": ("wall_clock/stall", "share: training waited for a save or a batch"),
@@ -158,17 +164,17 @@ def segment_folder(run_folder: Path, segment: int) -> Path:
 
 
 class EventFiles:
-    """The event file of one life of one segment, which goes on from `after_step`.
+    """The event file of one attempt of one segment, which goes on from `after_step`.
 
     It is a view: a disk that takes no more costs points, which `say` tells once, and no run.
     """
 
     def __init__(
-        self, folder: Path, *, life: int, after_step: int, say: Callable[[str], None] = print
+        self, folder: Path, *, attempt: int, after_step: int, log: Callable[[str], None] = print
     ):
-        self._say, self._is_told = say, False
+        self._log, self._is_told = log, False
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _next_name(folder, life)
+        path = folder / _next_name(folder, attempt)
         self._writer = RecordWriter(open(path, "xb"))  # noqa: SIM115 - RecordWriter closes it
         self._described: set[str] = set()
         self._write(event_pb2.Event(file_version="brain.Event:2"))
@@ -336,7 +342,7 @@ class EventFiles:
         except OSError as error:
             if not self._is_told:
                 self._is_told = True
-                self._say(f"warning: {missing(error)}")
+                self._log(f"warning: {missing(error)}")
 
 
 def missing(error: OSError) -> str:
@@ -344,8 +350,8 @@ def missing(error: OSError) -> str:
     return f"TensorBoard gets no points: {error}; metrics.jsonl has them all"
 
 
-def _next_name(folder: Path, life: int) -> str:
-    """A file name that sorts after every earlier life's, also where clocks of hosts differ.
+def _next_name(folder: Path, attempt: int) -> str:
+    """A file name that sorts after every earlier attempt's, also where clocks of hosts differ.
 
     Readers take files in the order of their names, and the name begins with the second of creation
     (W&B's mirror relies on second and host name).
@@ -356,4 +362,4 @@ def _next_name(folder: Path, life: int) -> str:
         if (found := re.search(r"tfevents\.(\d+)", path.name))
     ]
     second = max([int(time.time()), *(known + 1 for known in seconds)])
-    return f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{life}"
+    return f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{attempt}"

@@ -34,7 +34,8 @@ from runtime.monitor.device_table import throttle_names
 
 # What a run's numbers are made of.
 SUMMED = (
-    "first_of_life", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens", "mfu",
+    "first_of_attempt", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens",
+    "mfu",
     "step_s", "skipped_steps", "loss",
 )  # fmt: skip
 # field of a reading -> what it is; each GPU's series are node/<host>/gpu/<index>/<field>
@@ -72,22 +73,22 @@ class MetricsWriter:
         peak_flops: float | None = None,
         tensorboard: bool = True,
         wandb: str | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         self.folder = Path(folder)
         self.segment, self.world = segment, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._tensorboard, self._say = tensorboard, say
+        self._tensorboard, self._log = tensorboard, log
         self._file = self._events = self._mirror = None
-        self._first_step: int | None = None  # of this life
+        self._first_step: int | None = None  # of this attempt
         self._uncharted: set[str] = set()  # fields and families without a chart
         for name in records.HAVE:
-            records.make_way(self.folder / name, say)
-            records.repair(self.folder / name, say)
+            records.make_way(self.folder / name, log)
+            records.repair(self.folder / name, log)
         attempts.complete(self.folder)
-        self.life = attempts.next_number(self.folder)
+        self.attempt = attempts.next_number(self.folder)
         if wandb is not None:
-            self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.life, say)
+            self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.attempt, log)
         launch = {"launch": os.environ[attempts.LAUNCH]} if attempts.LAUNCH in os.environ else {}
         self.event(
             "began",
@@ -106,7 +107,7 @@ class MetricsWriter:
         path = self.folder / METRICS
         removed = records.truncate_after(path, self.segment, after_step)
         if removed:
-            self._say(
+            self._log(
                 f"{path}: removed {counted(removed, 'line')} past step {after_step}, to be"
                 " trained again"
             )
@@ -127,10 +128,10 @@ class MetricsWriter:
             where = segment_folder(self.folder, self.segment)
             try:
                 self._events = EventFiles(
-                    where, life=self.life, after_step=after_step, say=self._say
+                    where, attempt=self.attempt, after_step=after_step, log=self._log
                 )
             except OSError as error:
-                self._say(f"warning: {missing(error)}")
+                self._log(f"warning: {missing(error)}")
 
     def _tell_damage(self) -> None:
         """Put on record, once, what is no longer there of the record: a run goes on without."""
@@ -138,7 +139,7 @@ class MetricsWriter:
         for text in records.losses(self.folder, self._after_step):
             if text not in told:
                 self.event("damaged_record", text=text)
-                self._say(f"warning: {text}")
+                self._log(f"warning: {text}")
 
     def describe(
         self,
@@ -211,7 +212,7 @@ class MetricsWriter:
         line = {
             "step": step,
             "segment": self.segment,
-            "life": self.life,
+            "attempt": self.attempt,
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
@@ -235,7 +236,7 @@ class MetricsWriter:
             "skipped": bool(skipped),
             "skipped_steps": self._skipped_steps,
             "accumulation": accumulation,
-            "first_of_life": times.is_first,
+            "first_of_attempt": times.is_first,
         }
         if val_loss is not None:
             line["val_loss"] = val_loss
@@ -257,9 +258,9 @@ class MetricsWriter:
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one line to events.jsonl: an alarm, a verdict, a life."""
+        """Append one line to events.jsonl: an alarm, a verdict, an attempt."""
         fields = {"segment": self.segment} | fields
-        records.record_event(self.folder, kind, life=self.life, **fields)
+        records.record_event(self.folder, kind, attempt=self.attempt, **fields)
 
     def devices(self, step: int, host: str, gpus: list[dict[str, Any]]) -> None:
         """Record a reading of one host's GPUs: a line each in devices.jsonl, and their series."""
@@ -267,7 +268,9 @@ class MetricsWriter:
         for gpu in gpus:
             fields = {"step": step, "host": host, **gpu}
             fields["throttle_names"] = throttle_names(gpu.get("throttle", 0))
-            records.record(self.folder / DEVICES, segment=self.segment, life=self.life, **fields)
+            records.record(
+                self.folder / DEVICES, segment=self.segment, attempt=self.attempt, **fields
+            )
             if self._events is not None:
                 place = f"node/{host}/gpu/{gpu['index']:0{width}d}"
                 series = {
@@ -282,7 +285,7 @@ class MetricsWriter:
         """Record own seconds of a step of every rank, in order of rank: a line in ranks.jsonl, and
         a series each."""
         fields = {"step": step, "own_s": own_s}
-        records.record(self.folder / RANKS, segment=self.segment, life=self.life, **fields)
+        records.record(self.folder / RANKS, segment=self.segment, attempt=self.attempt, **fields)
         if self._events is not None:
             width = len(str(len(own_s) - 1))
             meaning = "seconds of a step in the rank's own work, without waiting for others"
@@ -351,7 +354,8 @@ class MetricsWriter:
 def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     """A run in numbers (`path`: its folder or metrics.jsonl): its newest segment, or `segment`.
 
-    Speeds are medians over steps, without the first step of each life (it compiles, allocates and
+    Speeds are medians over steps, without the first step of each attempt (it compiles, allocates
+    and
     fills caches), with the quartiles as their spread; None where no other step was recorded. Peak
     memory is the device's, or the host's where there is no device (`memory_of` says which). Losses
     are None where they were not finite.
@@ -359,7 +363,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
     lines = read_metrics(path, segment, SUMMED)
     if segment is None and lines:
         lines = [line for line in lines if line["segment"] == lines[-1]["segment"]]
-    steady = [line for line in lines if not line["first_of_life"]]
+    steady = [line for line in lines if not line["first_of_attempt"]]
     evaluated = [line for line in lines if line.get("val_loss") is not None]
     best = min(evaluated, key=lambda line: line["val_loss"], default={})
     on_device = any(line["device_memory_gib"] is not None for line in lines)

@@ -36,7 +36,7 @@ from runtime.monitor.clock import Span
 from runtime.monitor.hardware import DeviceReading, RankTimes, Said
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
-from runtime.resolve import Settled
+from runtime.resolve import Resolved
 from runtime.saving import Note
 
 # What is found at a save and cannot wait until somebody looks.
@@ -63,13 +63,13 @@ class Finished:
 
 
 class Record:
-    """Files and display of one life of a run, from the step after `after_step` on."""
+    """Files and display of one attempt of a run, from the step after `after_step` on."""
 
     def __init__(
         self,
         folder: Path,
         recipe: Recipe,
-        settled: Settled,
+        resolved: Resolved,
         process: Process,
         ledger: Ledger,
         tokens_after: Callable[[int], int],
@@ -81,25 +81,25 @@ class Record:
         self._is_told = self._is_failing = False
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
-            name, settled.last_step, after_step=after_step, every=recipe.log.every
+            name, resolved.last_step, after_step=after_step, every=recipe.log.every
         )
         self._warms_up = bool(recipe.seq_len_warmup)
         self._flops_per_token = functools.cache(functools.partial(flops_per_token, recipe.model))
         device = run_folder.device_name(process.device)
         self.writer = MetricsWriter(
             folder,
-            world=settled.layout.world,
+            world=resolved.layout.world,
             segment=segment,
             after_step=after_step,
-            flops_per_token=settled.flops_per_token,
+            flops_per_token=resolved.flops_per_token,
             peak_flops=peak_flops(device, recipe.cluster.peak_tflops),
             tensorboard=recipe.log.tensorboard,
             wandb=recipe.log.wandb,
-            say=self.console.say,
+            log=self.console.log,
         )
-        self.alert = Alerts(recipe.run, recipe.alerts, self.writer.event, self.console.say)
+        self.alert = Alerts(recipe.run, recipe.alerts, self.writer.event, self.console.log)
         self.writer.describe(
-            hyper_parameters(recipe, settled.layout, parameters=settled.num_parameters),
+            hyper_parameters(recipe, resolved.layout, parameters=resolved.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
             unrecorded=[
                 *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
@@ -107,10 +107,10 @@ class Record:
             ],
         )
 
-    def say(self, lines: Iterable[str]) -> None:
+    def log(self, lines: Iterable[str]) -> None:
         """Print lines of their own."""
         for line in lines:
-            self.console.say(line)
+            self.console.log(line)
 
     def write(self, finished: Finished) -> None:
         """Read the scalars of a step and put them on record."""
@@ -146,7 +146,7 @@ class Record:
         except OSError as error:  # a full disk costs these, and no run
             if not self._is_told:
                 self._is_told = True
-                self.console.say(f"warning: readings of the hardware are not recorded: {error}")
+                self.console.log(f"warning: readings of the hardware are not recorded: {error}")
 
     def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
         for one in news:
@@ -160,13 +160,13 @@ class Record:
                     facts |= {"is_quiet": True} if one.is_quiet else {}
                     self.writer.event(one.kind, text=one.text, **facts)
                     if not one.is_quiet:
-                        self.console.say(f"warning: {one.text}")
+                        self.console.log(f"warning: {one.text}")
                 else:
                     self.alert(one.kind, one.text, **facts)
                     self.writer.card(facts["step"], one.kind, one.text)
 
     def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
-        """Put on record from which checkpoint this life goes on, and what differs from it."""
+        """Put on record from which checkpoint this attempt goes on, and what differs from it."""
         for path, problems in loaded.damaged:
             for kind in sorted({problem.kind for problem in problems}):
                 lines = [problem for problem in problems if problem.kind == kind]
@@ -174,11 +174,11 @@ class Record:
                     "damaged_checkpoint", checkpoint=path.name, damage=kind, problems=lines
                 )
             text = f"{path.name} is damaged and was passed over: {problems[0]}"
-            self.console.say(f"warning: {text}")
+            self.console.log(f"warning: {text}")
             self._pass_on("damaged_checkpoint", text)
         if loaded.unnamed:
             self.writer.event("unnamed_files", step=loaded.step, files=loaded.unnamed)
-            self.console.say(
+            self.console.log(
                 f"warning: in the checkpoint of step {loaded.step} lie files that are none of its"
                 f" own and were not read: {', '.join(loaded.unnamed[:3])}"
             )
@@ -190,16 +190,16 @@ class Record:
             bytes_of_rank_0=loaded.bytes,
             changes=changed,
         )
-        self.console.say(f"going on from checkpoint step {loaded.step} ({loaded.seconds:.1f} s)")
+        self.console.log(f"going on from checkpoint step {loaded.step} ({loaded.seconds:.1f} s)")
         for key, (stored, now) in changed.items():
-            self.console.say(f"changed since the checkpoint: {key} {stored} -> {now}")
+            self.console.log(f"changed since the checkpoint: {key} {stored} -> {now}")
 
     def quarantined(self, data: Any) -> None:
         """Put the samples of a step that touched a damaged block on record."""
         self.writer.event(
             "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
         )
-        self.console.say(
+        self.console.log(
             f"warning: step {data.step}: {len(data.quarantined)} samples touch a damaged block of"
             " their corpus and give no loss (data.on_damage=quarantine)"
         )
@@ -223,7 +223,7 @@ class Record:
         )
         if data.is_update:
             done = "skipped" if was_skipped else "not skipped (health.outliers=keep)"
-            self.console.say(f"step {data.step}: {reason}: {done}")
+            self.console.log(f"step {data.step}: {reason}: {done}")
 
     def tell(self, news: SaveReport | Note) -> None:
         """Put on record what became of a save, or what was found at one."""
@@ -232,7 +232,7 @@ class Record:
         else:
             self.writer.event(news.kind, **news.facts)
             loud = "" if news.kind == "interval" else "warning: "
-            self.console.say(f"{loud}{news.text}")
+            self.console.log(f"{loud}{news.text}")
             if news.kind in PASSED_ON:
                 self._pass_on(news.kind, news.text)
 
@@ -242,11 +242,11 @@ class Record:
         if report.ok:
             self.writer.saved(report.step, report.bytes, report.seconds, report.stall_s)
             for note in report.notes:
-                self.console.say(f"checkpoint step {report.step}: {note}")
+                self.console.log(f"checkpoint step {report.step}: {note}")
         else:
             self.writer.event("save_failed", step=report.step, problem=report.problem)
             text = f"no checkpoint of step {report.step}: {report.problem}"
-            self.console.say(f"warning: {text}")
+            self.console.log(f"warning: {text}")
             if not was_failing:  # of several in a row the first
                 self._pass_on("save_failed", text)
 
@@ -255,10 +255,12 @@ class Record:
         self.alert.pass_on(kind, f"{self.alert.run}: {text}")
 
     def ended(self, error: BaseException) -> None:
-        """Put on record why this life ends before its last step, unless that is there already."""
+        """Put on record why this attempt ends before its last step, unless that is there
+        already.
+        """
         if self.is_closed:
             return
-        if isinstance(error, Fenced):  # the record is another life's now
+        if isinstance(error, Fenced):  # the record is another attempt's now
             self.console.close()
             return
         cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -280,9 +282,9 @@ class Record:
         summary = self.writer.finish(is_success=cause == "finished")
         self.ledger.close()
         self.console.close()
-        self.console.say(summary_text(summary))
+        self.console.log(summary_text(summary))
         if cause != "finished" and "is_saved" in facts:
             saved = "saved" if facts["is_saved"] else "not saved"
-            self.console.say(
+            self.console.log(
                 f"{cause} after step {facts['step']}, {saved}; the same command goes on"
             )

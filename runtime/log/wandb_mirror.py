@@ -2,7 +2,8 @@
 
 One rule: this project hands W&B no key and writes none; `wandb login` or WANDB_API_KEY is between
 the user and wandb. What it shows is what it reads from the event files (`sync_tensorboard`). Each
-life is one W&B run, grouped by the run's name. A new run that cannot be mirrored is refused; later
+attempt is one W&B run, grouped by the run's name. A new run that cannot be mirrored is refused;
+later
 a service that fails costs the mirror and never the run.
 """
 
@@ -28,26 +29,26 @@ def require_wandb(project: str) -> None:
 
 
 class Mirror:
-    """A W&B run that follows the event files of one life. Make it before they are opened."""
+    """A W&B run that follows the event files of one attempt. Make it before they are opened."""
 
     def __init__(
-        self, project: str, folder: Path, segment: int, life: int, say: Callable[[str], None]
+        self, project: str, folder: Path, segment: int, attempt: int, log: Callable[[str], None]
     ):
         require_wandb(project)
         import wandb
 
-        self._project, self._say = project, say
+        self._project, self._log = project, log
         self._run, self._troubles = None, (wandb.Error, OSError, RuntimeError)
         try:
             self._run = wandb.init(
                 project=project,
-                name=f"{folder.name}-life-{life}",
+                name=f"{folder.name}-attempt-{attempt}",
                 group=folder.name,
                 dir=str(folder),
                 sync_tensorboard=True,
             )
         except self._troubles as problem:
-            if life > 1:
+            if attempt > 1:
                 self._go_on_without(problem)
                 return
             raise UserError(
@@ -79,4 +80,4 @@ class Mirror:
 
     def _go_on_without(self, problem: Exception) -> None:
         self._run = None
-        self._say(f"warning: log.wandb={self._project}: {problem}; going on without the mirror")
+        self._log(f"warning: log.wandb={self._project}: {problem}; going on without the mirror")

@@ -41,14 +41,14 @@ def main(arguments: list[str]) -> int:
     try:
         import pynvml as nvml
     except ImportError:
-        say({"notice": "no GPU readings: the package nvidia-ml-py is not installed"})
+        emit({"notice": "no GPU readings: the package nvidia-ml-py is not installed"})
         return 3
     try:
         nvml.nvmlInit()
         handles = open_all(nvml)
         driver = text_of(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError as error:
-        say({"notice": f"no GPU readings: NVML: {error}"})
+        emit({"notice": f"no GPU readings: NVML: {error}"})
         return 3
     log = KernelLog(options.kernel_log)
     events = XidEvents(nvml, handles)
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         gpus = [read(nvml, index, handle, missing) for index, handle in enumerate(handles)]
         found = {**events.new(), **log.new()}
         by_bus |= {bus_key(gpu["bus"]): gpu["index"] for gpu in gpus if "bus" in gpu}
-        say(
+        emit(
             {
                 "driver": driver,
                 "gpus": gpus,
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
             }
         )
         if missing and options.every:
-            say({"notice": f"not reported by the GPUs here: {', '.join(sorted(missing))}"})
+            emit({"notice": f"not reported by the GPUs here: {', '.join(sorted(missing))}"})
             missing.clear()
         at = max(at + options.every, time.monotonic())  # no hurry after a slow one
         # Until it is time, or whoever listens has gone.
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
             return 0
 
 
-def say(content: dict[str, Any]) -> None:
+def emit(content: dict[str, Any]) -> None:
     """One line."""
     print(json.dumps(content), flush=True)
 

@@ -42,7 +42,7 @@ BAD_THROTTLE = {
     0x40: "it is too hot, clocks are halved or worse: look at fans, air flow, coolant",
     0x80: "the power supply asks for it: look at supply, cables and the rack's power",
 }
-# More than this many uncorrected SRAM errors in a card's life: it will have more.
+# More than this many uncorrected SRAM errors in a card's attempt: it will have more.
 MOST_SRAM_ERRORS = 4
 
 # Xid -> (action, meaning)
@@ -109,7 +109,7 @@ def ailments(card: Mapping[str, Any]) -> list[Ailment]:
         found.append(Ailment("remap_pending", RESET, text))
     if card.get("sram_uncorrected_lifetime", 0) > MOST_SRAM_ERRORS:
         count = card["sram_uncorrected_lifetime"]
-        text = f"{count} uncorrected SRAM errors in its life, more than {MOST_SRAM_ERRORS}"
+        text = f"{count} uncorrected SRAM errors in its attempt, more than {MOST_SRAM_ERRORS}"
         found.append(Ailment("sram", RMA, text))
     if card.get("ecc_uncorrected"):
         text = f"{card['ecc_uncorrected']} uncorrected memory errors since the driver was loaded"

@@ -36,7 +36,7 @@ class Devices:
         self._cards: dict[int, CardWatch] = {}
         self._process: subprocess.Popen | None = None
         self._stopping = threading.Event()
-        self._guard = threading.Lock()
+        self._health_monitor = threading.Lock()
         self._news: dict[str, Any] = {"number": 0, "gpus": [], "said": []}
         self._told = 0
         self._is_silent, self._told_at = False, float("-inf")
@@ -47,12 +47,12 @@ class Devices:
 
         Said is all of late, numbered, so that who looks seldom misses nothing.
         """
-        with self._guard:
+        with self._health_monitor:
             return dict(self._news)
 
     def count(self) -> int:
         """A number that rises whenever `news` changes."""
-        with self._guard:
+        with self._health_monitor:
             return self._news["number"] + self._told
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Devices:
             if not self._is_silent and now - self._told_at > LONGEST_PAUSE_S:
                 # What stops over and over is told now and then.
                 self._is_silent, self._told_at = True, now
-                self._say("notice", text=f"GPU readings have stopped: {why}; starting anew")
+                self._log("notice", text=f"GPU readings have stopped: {why}; starting anew")
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -114,7 +114,7 @@ class Devices:
             for line in lines:
                 said = json.loads(line)
                 if "notice" in said:
-                    self._say("notice", text=said["notice"])
+                    self._log("notice", text=said["notice"])
                 else:
                     readings += 1
                     self._take(said)
@@ -130,16 +130,16 @@ class Devices:
         alarms += [Alarm(found["index"], *found["ailment"]) for found in said["xids"]]
         if self._is_silent:
             self._is_silent = False
-            self._say("notice", text="GPU readings have come again")
+            self._log("notice", text="GPU readings have come again")
         for alarm in alarms:
-            self._say("alarm", **alarm._asdict(), is_quiet=alarm.is_quiet)
-        with self._guard:
+            self._log("alarm", **alarm._asdict(), is_quiet=alarm.is_quiet)
+        with self._health_monitor:
             self._news["number"] += 1
             self._news["gpus"] = said["gpus"]
         self._changed()
 
-    def _say(self, kind: str, **facts: Any) -> None:
-        with self._guard:
+    def _log(self, kind: str, **facts: Any) -> None:
+        with self._health_monitor:
             self._told += 1
             said = [*self._news["said"], [self._told, {"kind": kind, **facts}]]
             self._news["said"] = said[-MOST_KEPT:]

@@ -28,7 +28,7 @@ from parallel.layout import Layout
 from recipes.schema import Hardware as Wanted
 from runtime.monitor.clock import Span, StepClock, cuda_clock
 from runtime.monitor.devices import Devices
-from runtime.monitor.key_value_store import Board, open_board
+from runtime.monitor.key_value_store import KeyValueStore, open_store
 from runtime.monitor.own_time import own_time
 from runtime.monitor.stragglers import WINDOW_STEPS, Judge, Slow, quartile
 from runtime.process.process import Process
@@ -36,7 +36,7 @@ from runtime.process.process import Process
 DEFAULT_EVERY_S = 10.0
 LOOK_EVERY_S = 0.5
 KEPT_WINDOWS = 4  # in a rank's post: rank 0 may look late
-WARM_STEPS = 2  # of a life: compile, allocate, fill caches
+WARM_STEPS = 2  # of an attempt: compile, allocate, fill caches
 MOST_LINES = 64  # GPUs, or ranks, on record every DEFAULT_EVERY_S; more of them come more rarely
 
 
@@ -75,7 +75,7 @@ class Hardware:
         layout: Layout,
         process: Process,
         after_step: int,
-        board: Callable[[], Board] = open_board,
+        store: Callable[[], KeyValueStore] = open_store,
     ):
         self._process = process
         self._window: list[float] = []
@@ -84,7 +84,7 @@ class Hardware:
         self._first = after_step + WARM_STEPS + 1
         self._outbox: dict[str, Any] = {}
         self._changed, self._stopping = threading.Event(), False
-        self._guard = threading.Lock()
+        self._health_monitor = threading.Lock()
         self._news: list[DeviceReading | RankTimes | Said] = []
         self._collector: Collector | None = None
         if process.is_first:
@@ -108,7 +108,7 @@ class Hardware:
         place = {"host": socket.gethostname(), "gpu": gpu_of(process)}
         self._post("place", place | {"is_first_of_host": process.local_rank == 0})
         if self._own or self._devices:
-            threading.Thread(target=self._run, args=[board], daemon=True, name="hardware").start()
+            threading.Thread(target=self._run, args=[store], daemon=True, name="hardware").start()
 
     def step(self, step: int, span: Span) -> None:
         """After each step, with its times, which are read one step later."""
@@ -126,7 +126,7 @@ class Hardware:
 
     def news(self) -> list[DeviceReading | RankTimes | Said]:
         """What has come since the last call."""
-        with self._guard:
+        with self._health_monitor:
             news, self._news = self._news, []
         return news
 
@@ -138,31 +138,31 @@ class Hardware:
             self._devices.close()
 
     def _post(self, what: str, value: Any) -> None:
-        with self._guard:
+        with self._health_monitor:
             self._outbox[f"{what}/{self._process.rank}"] = value
         self._changed.set()
 
     def _tell(self, *news: DeviceReading | RankTimes | Said) -> None:
-        with self._guard:
+        with self._health_monitor:
             self._news += news
 
-    def _run(self, open_it: Callable[[], Board]) -> None:
+    def _run(self, open_it: Callable[[], KeyValueStore]) -> None:
         """The thread: posts what this rank has, and on rank 0 collects what is there."""
         try:
-            board, posted = open_it(), 0
+            store, posted = open_it(), 0
             while not self._stopping:
                 self._changed.wait(LOOK_EVERY_S if self._collector else None)
                 self._changed.clear()
-                with self._guard:
+                with self._health_monitor:
                     outbox, self._outbox = self._outbox, {}
                 if self._devices is not None and (count := self._devices.count()) != posted:
                     posted = count
                     outbox[f"devices/{self._process.rank}"] = self._devices.news()
                     outbox[f"count/{self._process.rank}"] = count  # after what it counts
                 for name, value in outbox.items():
-                    board.post(name, value)
+                    store.post(name, value)
                 if self._collector is not None:
-                    self._collector.collect(board)
+                    self._collector.collect(store)
         except (RuntimeError, OSError) as error:  # the store is gone, and soon the run
             if not self._stopping:
                 reason = str(error).partition("\n")[0]
@@ -184,19 +184,19 @@ class Collector:
         self._gpus: dict[int, int] = {}  # ... -> how many it has
         self._shown_at: dict[int | str, float] = {}
 
-    def collect(self, board: Board) -> None:
+    def collect(self, store: KeyValueStore) -> None:
         """Look once."""
         if len(self._places) < len(self._stages):
-            self._places = by_rank(board.read(self._names("place")))
+            self._places = by_rank(store.read(self._names("place")))
         if len(self._places) < len(self._stages):
             return  # some have not begun
         if len(self._stages) > 1:
-            self._times(by_rank(board.read(self._names("own"))))
-        counts = by_rank(board.read(self._names("count", self._hosts())))
+            self._times(by_rank(store.read(self._names("own"))))
+        counts = by_rank(store.read(self._names("count", self._hosts())))
         changed = [rank for rank, count in counts.items() if count != self._counts.get(rank)]
         self._counts |= counts
         if changed:
-            self._devices(by_rank(board.read(self._names("devices", changed))))
+            self._devices(by_rank(store.read(self._names("devices", changed))))
 
     def _names(self, what: str, ranks: Sequence[int] | None = None) -> list[str]:
         return [f"{what}/{rank}" for rank in (range(len(self._stages)) if ranks is None else ranks)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 PREFIX = "facts"
 
 
-class Board:
+class KeyValueStore:
     """One rank's end of it. Calls raise OSError or RuntimeError where the store is gone."""
 
     def __init__(self, store: dist.Store):
@@ -43,8 +43,8 @@ class Board:
         return {name: json.loads(value) for name, value in zip(there, values, strict=True)}
 
 
-def open_board() -> Board:
+def open_store() -> KeyValueStore:
     """The board of this process group; its own connection to the store."""
     # torch has no public name for the store that it was initialised with.
     store = dist.distributed_c10d._get_default_store()
-    return Board(dist.PrefixStore(PREFIX, store.clone()))
+    return KeyValueStore(dist.PrefixStore(PREFIX, store.clone()))

@@ -1,16 +1,20 @@
-"""base/exits.py: every verb of the Makefile refuses with one status and lines that say why."""
+"""base/exits.py: every command of the Makefile refuses with one status and lines that say why."""
 
 from __future__ import annotations
 
 import importlib
 
 import pytest
-from source_tree import PACKAGES, verbs
+from source_tree import PACKAGES, commands_of_make
 
 from base.exits import DO_NOT_RETRY
 
-OURS = {verb: module for verb, module in verbs().items() if module.split(".")[0] in PACKAGES}
-# What each verb is asked that cannot be.
+OURS = {
+    command: module
+    for command, module in commands_of_make().items()
+    if module.split(".")[0] in PACKAGES
+}
+# What each command is asked that cannot be.
 ASKED = {
     "pretrain": "--nproc=many -- recipe=tiny",
     "doctor": "--hostfile=/nowhere",
@@ -49,11 +53,11 @@ def test_every_verb_is_in_the_table():
     assert set(OURS) == set(ASKED) | TAKES_NOTHING
 
 
-@pytest.mark.parametrize("verb", ASKED)
-def test_a_verb_refuses_with_93(verb, capsys, monkeypatch):
+@pytest.mark.parametrize("command", ASKED)
+def test_a_verb_refuses_with_93(command, capsys, monkeypatch):
     monkeypatch.delenv("MAKELEVEL", raising=False)
-    main = importlib.import_module(OURS[verb]).main
-    for words in (ASKED[verb].split(), ["--no-such-option"]):
+    main = importlib.import_module(OURS[command]).main
+    for words in (ASKED[command].split(), ["--no-such-option"]):
         try:
             status = main(words)
         except SystemExit as left:

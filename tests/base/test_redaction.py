@@ -112,7 +112,7 @@ def test_planted_secrets_reach_no_file_of_a_run(tmp_path, monkeypatch, capsys):
                              "diff": f"+KEY = '{SECRET}'\n+u = '{other}'"},
     }  # fmt: skip
     run_folder.open_folder(folder, documents, False).release()
-    record_event(folder, "failed", life=1, reason=f"403 for {other} with {SECRET}")
+    record_event(folder, "failed", attempt=1, reason=f"403 for {other} with {SECRET}")
     (folder / "logs").mkdir()
     (folder / "logs" / "rank-00000.log").write_text(f"login with {SECRET}\n")
     bundle = write_bundle(folder, "step-00000007", {"WHY.txt": f"token={SECRET} at {other}"})

@@ -46,7 +46,7 @@ def long_run(tmp_path, monkeypatch) -> Path:
     """A run of 3,000 steps, of whose files a start looks at the last 20 lines or so."""
     monkeypatch.setattr(records, "CHECKED_BYTES", 2000)
     lines = [
-        strict_line({"segment": 0, "step": step, "life": 1, "skipped_steps": step // 1000})
+        strict_line({"segment": 0, "step": step, "attempt": 1, "skipped_steps": step // 1000})
         for step in range(1, 3001)
     ]
     lines[1] = "<<<<<<< HEAD\n"
@@ -65,7 +65,9 @@ def test_the_work_of_a_start_does_not_grow_with_the_record(long_run, monkeypatch
     assert 10 < len(read) < 200
     assert [line["step"] for line in read_lines(long_run / METRICS)][-2:] == [2989, 2990]
     told = [event["text"] for event in read_events(long_run, "damaged_record")]
-    assert told == ["events.jsonl lacks the lives before life 2"]  # what is far back is not looked
+    assert told == [
+        "events.jsonl lacks the attempts before attempt 2"
+    ]  # what is far back is not looked
     assert "a line is damaged and left out" in damage(long_run / METRICS)  # for, but found here
     assert "(line 2: " in damage(long_run / METRICS)
     assert notes(long_run, 2000) == []

@@ -40,11 +40,11 @@ def clone(tmp_path_factory) -> Path:
     return clone
 
 
-def make(clone: Path, verb: str, *words: str, timeout_s: float = 400):
-    """`make verb words...` with the overrides of a small model."""
+def make(clone: Path, command: str, *words: str, timeout_s: float = 400):
+    """`make command words...` with the overrides of a small model."""
     small = " ".join(word for word in SMALL[1:] if not word.startswith("eval_"))
-    command = ["make", verb, f"PYTHON={sys.executable}", *words]
-    if verb == "compare" and not any(word.startswith("RUNS=") for word in words):
+    command = ["make", command, f"PYTHON={sys.executable}", *words]
+    if command == "compare" and not any(word.startswith("RUNS=") for word in words):
         command.append(f"OVERRIDES={small}")
     return run_command(command, timeout_s, cwd=clone, PYTHONPATH=str(clone))
 
@@ -82,9 +82,9 @@ def runs_of(compared: Path) -> dict[int, Path]:
 
 
 def test_an_interrupted_comparison_goes_on_where_it_was(compared):
-    lives = {zero: len(read_events(run, "life")) for zero, run in runs_of(compared).items()}
-    assert lives[1] == 1  # finished before, and not started again
-    assert lives[3] == 1
+    attempts = {zero: len(read_events(run, "attempt")) for zero, run in runs_of(compared).items()}
+    assert attempts[1] == 1  # finished before, and not started again
+    assert attempts[3] == 1
     for run in runs_of(compared).values():
         assert [line["step"] for line in read_metrics(run)] == list(range(1, STEPS + 1))
         assert not (run / "checkpoints").exists()
@@ -93,7 +93,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(compared):
 def test_the_report_has_the_runs_own_numbers_to_the_digit(compared):
     report = (compared / "report.md").read_text()
     for zero, run in runs_of(compared).items():
-        lines = [line for line in read_metrics(run) if not line["first_of_life"]]
+        lines = [line for line in read_metrics(run) if not line["first_of_attempt"]]
         low, middle, high = statistics.quantiles(
             [line["tokens_per_s"] for line in lines], n=4, method="inclusive"
         )
@@ -201,7 +201,7 @@ def test_a_profile_says_where_the_time_goes_and_leaves_the_run_alone(compared, c
 
 
 @pytest.fixture(scope="module")
-def board(compared, clone, tmp_path_factory):
+def store(compared, clone, tmp_path_factory):
     """(address of TensorBoard on the comparison, a browser)."""
     if chromium() is None:
         pytest.skip("no chromium on this machine: install it to test what pages look like")
@@ -240,8 +240,8 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_of_tensorboard_is_full_and_its_names_are_whole(board, page):
-    address, browser = board
+def test_a_page_of_tensorboard_is_full_and_its_names_are_whole(store, page):
+    address, browser = store
     labels = {"images": ["report"], "hparams": [f"by: {each}" for each in LABELS]}.get(page, LABELS)
     text = browser.open(f"{address}#{page}", [*PAGES[page], *labels])
     assert not re.search(r"(?i)no \w+ data was found|no dashboards are active", text)

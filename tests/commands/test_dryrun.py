@@ -74,9 +74,9 @@ def test_weights_of_all_places_add_up_to_the_model(rank_517):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_built_has_the_parameters_that_the_layout_says(name):
-    dish, overrides, world = LAYOUTS[name]
-    recipe = compose(dish, overrides).recipe
-    seen = dryrun.collect(dish, overrides, str(world), str(world - 1))
+    recipe_name, overrides, world = LAYOUTS[name]
+    recipe = compose(recipe_name, overrides).recipe
+    seen = dryrun.collect(recipe_name, overrides, str(world), str(world - 1))
     layout = solve(recipe, world, seen["layout"]["stage"])
     place = layout.coordinates(world - 1)
     assert seen["parameters"] == parameters_of(recipe.model, layout, place)

@@ -1,4 +1,4 @@
-"""A run trained again: the legs, the code it was trained with, the comparison."""
+"""A run trained again: the replay segments, the code it was trained with, the comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compare.replay_segments import plan
 from data.stream.ledger import Ledger
 from record import environment
 
-# ---- legs
+# ---- replay segments
 
 
 def opening(number, parent=None, step=0, skip=()):
@@ -28,42 +28,51 @@ def entry(segment, after, name="a"):
     return {"segment": segment, "after_step": after, "name": name}
 
 
-def shown(legs):
-    return [(leg.segment, leg.after, leg.stop, leg.entry["name"], bool(leg.opens)) for leg in legs]
+def shown(replay_segments):
+    return [
+        (
+            replay_segment.segment,
+            replay_segment.after,
+            replay_segment.stop,
+            replay_segment.entry["name"],
+            bool(replay_segment.opens),
+        )
+        for replay_segment in replay_segments
+    ]
 
 
 def test_legs_end_where_the_next_one_has_to_begin():
     lines = [opening(0), opening(1, 0, 80, [(85, 90)])]
     entries = [entry(0, 0), entry(1, 80, "b"), entry(1, 120, "c")]
-    legs, numbers = plan(lines, entries, {0: 105, 1: 200})
-    assert shown(legs) == [
+    replay_segments, numbers = plan(lines, entries, {0: 105, 1: 200})
+    assert shown(replay_segments) == [
         (0, 0, 80, "a", False),
         (0, 80, 105, "a", False),
         (1, 80, 120, "b", True),
         (1, 120, 200, "c", False),
     ]
     assert numbers == {0: 0, 1: 1}
-    assert legs[2].opens["parent"] == {"segment": 0, "step": 80}
-    assert legs[2].opens["skips"] == [{"range": [85, 90]}]
+    assert replay_segments[2].opens["parent"] == {"segment": 0, "step": 80}
+    assert replay_segments[2].opens["skips"] == [{"range": [85, 90]}]
 
 
 def test_what_started_again_from_an_earlier_checkpoint_replaces_what_it_trained_again():
     entries = [entry(0, 0), entry(0, 60, "lost"), entry(0, 40, "b"), entry(0, 90, "late")]
-    legs, _ = plan([opening(0)], entries, {0: 80})
-    assert shown(legs) == [(0, 0, 40, "a", False), (0, 40, 80, "b", False)]
+    replay_segments, _ = plan([opening(0)], entries, {0: 80})
+    assert shown(replay_segments) == [(0, 0, 40, "a", False), (0, 40, 80, "b", False)]
 
 
 def test_segments_of_a_branch_that_recorded_nothing_are_left_out_and_numbers_close_up():
     """Of the parent's segments the branch has only the line it comes from."""
     lines = [opening(0), opening(1, 0, 60), opening(2, 0, 80), opening(3, 2, 90)]
     entries = [entry(0, 0), entry(2, 80, "b"), entry(3, 90, "c")]
-    legs, numbers = plan(lines, entries, {0: 80, 2: 90, 3: 100})
+    replay_segments, numbers = plan(lines, entries, {0: 80, 2: 90, 3: 100})
     assert numbers == {0: 0, 2: 1, 3: 2}
-    assert shown(legs) == [
+    assert shown(replay_segments) == [
         (0, 0, 80, "a", False), (2, 80, 90, "b", True), (3, 90, 100, "c", True),
     ]  # fmt: skip
-    assert [leg.opens["segment"] for leg in legs[1:]] == [1, 2]
-    assert legs[2].opens["parent"] == {"segment": 1, "step": 90}
+    assert [replay_segment.opens["segment"] for replay_segment in replay_segments[1:]] == [1, 2]
+    assert replay_segments[2].opens["parent"] == {"segment": 1, "step": 90}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +175,9 @@ def run_of(folder, losses, hashes, segment=0):
     lines = []
     for step, (loss, value) in enumerate(zip(losses, hashes, strict=True), start=1):
         ledger.append(step=step, samples=(0, 8), batch_hash=value, tokens=8, targets=8, sources={})
-        lines.append({"segment": segment, "step": step, "life": 1, "loss": loss, "grad_norm": 1.0})
+        lines.append(
+            {"segment": segment, "step": step, "attempt": 1, "loss": loss, "grad_norm": 1.0}
+        )
     ledger.close()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return numbers_of(folder)

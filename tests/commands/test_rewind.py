@@ -28,7 +28,8 @@ STEPS, BACK = 14, 6
 BAD = (7, 9)  # data steps: met by steps 8 and 9
 SHORT = [f"steps={STEPS}", "checkpoint.interval=3", "checkpoint.keep=3", "eval_tokens=0"]
 FINISHED, REFUSED = 0, 93
-# Imports once, then a fork for each start, those of `make reproduce` too; the verbs of the Makefile
+# Imports once, then a fork for each start, those of `make reproduce` too; the commands of the
+# Makefile
 # between them.
 DRIVER = """
 import importlib, json, os, subprocess, sys
@@ -220,15 +221,15 @@ def test_conditions_are_recorded_once_where_they_do_not_change(runs):
 
 
 @pytest.fixture
-def verbs(clone, runs, monkeypatch):
-    """The verbs rewind and branch, on the runs of the clone."""
+def commands_of_make(clone, runs, monkeypatch):
+    """The commands rewind and branch, on the runs of the clone."""
     for module in (rewind, branch):
         monkeypatch.setattr(module, "ROOT", clone)
     return {"rewind": rewind.main, "branch": branch.main}
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "message"),
+    ("command", "words", "message"),
     [
         ("rewind", ["nobody", "--step=3"], "RUN=nobody: no run here"),
         ("rewind", ["clean", "--step=x", "--skip=1-2 3:4", "--effect=mask"],
@@ -245,25 +246,27 @@ def verbs(clone, runs, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_and_changes_nothing(
-    runs, verbs, verb, words, message, capsys
+    runs, commands_of_make, command, words, message, capsys
 ):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")}
-    assert verbs[verb](words) == REFUSED
+    assert commands_of_make[command](words) == REFUSED
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")} == before
     assert not (runs / "new").exists()
 
 
-def test_a_damaged_checkpoint_and_a_run_that_is_training_are_refused(runs, verbs, capsys):
+def test_a_damaged_checkpoint_and_a_run_that_is_training_are_refused(
+    runs, commands_of_make, capsys
+):
     data = runs / "clean" / "checkpoints" / "step-00000009" / "rank-00000.bin"
     content = data.read_bytes()
     data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert verbs["rewind"](["clean", "--step=9"]) == REFUSED
-    assert verbs["branch"](["clean", "--step=9", "--to=new"]) == REFUSED
+    assert commands_of_make["rewind"](["clean", "--step=9"]) == REFUSED
+    assert commands_of_make["branch"](["clean", "--step=9", "--to=new"]) == REFUSED
     assert capsys.readouterr().err.count(str(data)) == 2
     lock = hold(runs / "clean")
     try:
-        assert verbs["rewind"](["clean", "--step=12"]) == REFUSED
+        assert commands_of_make["rewind"](["clean", "--step=12"]) == REFUSED
     finally:
         lock.close()
     assert "another process is writing" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from base.exits import DO_NOT_RETRY
 from base.table import scaled, table
 from commands import recipes as recipes_list
 from commands import show
-from recipes.compose import dishes
+from recipes.compose import recipe_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,14 +27,19 @@ def unasked(monkeypatch):
     monkeypatch.setattr(show, "confirm", lambda config: None)
 
 
-@pytest.mark.parametrize("dish", dishes())
-def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(dish):
-    shown = show.collect(dish, [])
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
+    shown = show.collect(recipe_name, [])
     text = show.text(shown)
     assert json.loads(json.dumps(shown)) == shown | {
         "recipe": json.loads(json.dumps(shown["recipe"]))
     }
-    for part in ("recipes/" + dish + ".yaml", "layout", "train_batch_size", "bytes per parameter"):
+    for part in (
+        "recipes/" + recipe_name + ".yaml",
+        "layout",
+        "train_batch_size",
+        "bytes per parameter",
+    ):
         assert part in text
     assert f"{shown['run']['parameters']:,} parameters" in text
 

@@ -22,7 +22,7 @@ from commands import events, status, stop
 from commands import goodput as goodput_command
 from record import goodput, presence, requests
 from record.records import read_events, read_metrics, record_event
-from record.supervisor_log import Book
+from record.supervisor_log import SupervisorLog
 from runtime.log.event_files import segment_folder
 
 COMMANDS = {"status": status, "events": events, "stop": stop, "goodput": goodput_command}
@@ -37,10 +37,10 @@ def folder(tmp_path, monkeypatch) -> Path:
     made.mkdir(parents=True)
     (made / "recipe.yaml").write_text(RECIPE)
     (made / "layout.json").write_text(json.dumps({"places": [{}, {}]}))
-    record_event(made, "began", life=1, after_step=0, world=2)
+    record_event(made, "began", attempt=1, after_step=0, world=2)
     lines = [
         dict(
-            step=step, segment=0, life=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
+            step=step, segment=0, attempt=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
             eval_s=0.0, tokens_per_s=1024.0, first_of_life=step == 1, skipped=False, targets=9,
         )
         for step in (1, 2)
@@ -58,11 +58,11 @@ def held(folder):
 
 
 def over(folder: Path, cause: str, **fields) -> None:
-    """The line of a life that is over."""
+    """The line of an attempt that is over."""
     seconds = {"start": 3.0, "detect": 1.0}
     known = dict(from_step=0, last_step=2, saved_step=None, rank=1, host="node2", seconds=seconds)
     times = dict(began_unix_s=time.time() - 60, ended_unix_s=time.time() - 5)
-    record_event(folder, "life", life=1, cause=cause, **(known | times | fields))
+    record_event(folder, "attempt", attempt=1, cause=cause, **(known | times | fields))
 
 
 def said(capsys, *words: str) -> str:
@@ -73,12 +73,12 @@ def said(capsys, *words: str) -> str:
 def test_status_says_what_a_living_run_is_doing(folder, held, capsys):
     seen = dict(phase="evaluate", step=2, unix_s=time.time(), host="vm", pid=7)
     (folder / presence.SHOWN).write_text(json.dumps(seen))
-    record_event(folder, "save_failed", life=1, step=2, problem="disk full")
+    record_event(folder, "save_failed", attempt=1, step=2, problem="disk full")
     quiet = dict(step=1, text="no GPU readings: this run is on the CPU", is_quiet=True)
-    record_event(folder, "notice", life=1, **quiet)
+    record_event(folder, "notice", attempt=1, **quiet)
     out = said(capsys, "status", "mine")
     for part in (
-        "mine runs, life 1: phase evaluate, step 2 of 50",
+        "mine runs, attempt 1: phase evaluate, step 2 of 50",
         "process 7 on vm",
         "loss 2.5000",
         "1,024 tokens/s",
@@ -102,7 +102,7 @@ def test_status_says_how_a_dead_run_ended_and_the_next_command(folder, capsys):
 
 
 def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
-    record_event(folder, "finished", life=1, step=50)
+    record_event(folder, "finished", attempt=1, step=50)
     over(folder, "finished", rank=None, host=None)
     out = said(capsys, "status", "mine")
     assert "nothing is left to train" in out
@@ -119,7 +119,7 @@ def test_status_of_a_run_that_was_killed_on_its_way_out_sends_nobody_to_train_ei
 
 
 def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
-    record_event(folder, "gave_up", life=1, reason="shard.bin: block 3 is damaged")
+    record_event(folder, "gave_up", attempt=1, reason="shard.bin: block 3 is damaged")
     over(folder, "gave_up")
     out = said(capsys, "status", "mine")
     assert "reason: shard.bin: block 3 is damaged" in out
@@ -134,11 +134,11 @@ def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
 
 def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsys):
     stall = dict(checkpoint_gib=0.5, checkpoint_s=2.0, checkpoint_stall_s=0.25)
-    record_event(folder, "saved", life=1, step=10, **stall)
-    record_event(folder, "thunder", life=1, strikes=3, where=None, far=[1, 2 / 3])
+    record_event(folder, "saved", attempt=1, step=10, **stall)
+    record_event(folder, "thunder", attempt=1, strikes=3, where=None, far=[1, 2 / 3])
     over(folder, "killed")
-    record_event(folder, "slow_rank", life=2, step=9, text="rank 1 is slow", rank=1, own_s=0.5)
-    record_event(folder, "finished", life=2, step=10, is_saved=True, peak_memory_gib=[1, 2.345])
+    record_event(folder, "slow_rank", attempt=2, step=9, text="rank 1 is slow", rank=1, own_s=0.5)
+    record_event(folder, "finished", attempt=2, step=10, is_saved=True, peak_memory_gib=[1, 2.345])
     lines = said(capsys, "events", "mine").splitlines()
     assert len(lines) == 6
     assert lines[4].endswith("slow_rank    rank 1 is slow (step 9)")
@@ -147,7 +147,7 @@ def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsy
     assert "saved        step 10, 512.0 MiB in 2.00 s, training stood 0.25 s" in lines[1]
     assert lines[2].endswith("thunder      strikes 3, far [1, 0.6667]")
     assert "killed, rank 1 of node2; steps 1 to 2, nothing saved" in lines[3]
-    chosen = said(capsys, "events", "mine", "--kind", "saved,life").splitlines()
+    chosen = said(capsys, "events", "mine", "--kind", "saved,attempt").splitlines()
     assert chosen == [lines[1], lines[3]]
 
 
@@ -162,12 +162,12 @@ def test_events_are_followed_until_the_run_ends(folder, capsys, monkeypatch):
         if alive:
             with open(path, "a") as file:
                 file.write('{"time": "2026-01-02T03:04:05.678Z", "kind": "rain", ')
-                file.write('"life": 1, "mm": 2}\n')
+                file.write('"attempt": 1, "mm": 2}\n')
         return alive
 
     monkeypatch.setattr(events, "is_living", is_living)
     out = said(capsys, "events", "mine", "--follow")
-    assert out.count("2026-01-02 03:04:05  life 1    rain         mm 2") == 2
+    assert out.count("2026-01-02 03:04:05  attempt 1    rain         mm 2") == 2
 
 
 def test_stop_says_when_nothing_runs_and_leaves_no_request(folder, capsys):
@@ -189,7 +189,7 @@ def test_stop_waits_for_the_end_and_says_whether_it_was_saved(folder, held, caps
         while (wanted := requests.read_request(folder)) is None:
             time.sleep(0.01)
         assert not wanted["now"]
-        record_event(folder, "stopped", life=1, step=3, is_saved=True)
+        record_event(folder, "stopped", attempt=1, step=3, is_saved=True)
         requests.forget(folder)
         held.close()
 
@@ -206,7 +206,7 @@ def test_stop_fails_where_the_run_ended_otherwise(folder, held, capsys, monkeypa
     def die():
         while requests.read_request(folder) is None:
             time.sleep(0.01)
-        record_event(folder, "failed", life=1, reason="disk full")
+        record_event(folder, "failed", attempt=1, reason="disk full")
         requests.forget(folder)
         held.close()
 
@@ -218,7 +218,7 @@ def test_stop_fails_where_the_run_ended_otherwise(folder, held, capsys, monkeypa
 
 
 def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, monkeypatch):
-    """Before its first rank, and between two lives."""
+    """Before its first rank, and between two attempts."""
     monkeypatch.setattr(stop, "LOOK_S", 0.01)
     over(folder, "killed")
     held = presence.attend(folder)
@@ -230,14 +230,14 @@ def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, 
     def obey():
         while requests.read_request(folder) is None:
             time.sleep(0.01)
-        assert Book(folder).stop_is_asked()
+        assert SupervisorLog(folder).stop_is_asked()
         held.close()
 
     launcher = threading.Thread(target=obey)
     launcher.start()
     out = said(capsys, "stop", "mine")
     launcher.join()
-    assert out.endswith("stopped between two lives\n")
+    assert out.endswith("stopped between two attempts\n")
 
 
 def test_goodput_tells_where_the_time_of_a_run_without_a_step_went(folder, capsys):
@@ -249,14 +249,14 @@ def test_goodput_tells_where_the_time_of_a_run_without_a_step_went(folder, capsy
     assert "no step is on record yet: nothing to compute an interval from" in out
 
 
-@pytest.mark.parametrize("verb", ["status", "events", "goodput"])
+@pytest.mark.parametrize("command", ["status", "events", "goodput"])
 @pytest.mark.parametrize("line", [b'{"time": ', b"[1]", b"\0\0\0", b'{"kind": "x"}', b"\xff"])
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
-def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, verb, line, name):
+def test_a_damaged_line_is_named_and_no_traceback(folder, capsys, command, line, name):
     over(folder, "killed")
     with open(folder / name, "ab") as file:
         file.write(line + b"\n")
-    assert COMMANDS[verb].main(["mine"]) == 0
+    assert COMMANDS[command].main(["mine"]) == 0
     assert f"warning: {name}: a line is damaged and left out" in capsys.readouterr().out
 
 
@@ -296,18 +296,18 @@ def until(ready, what: str) -> None:
 
 
 def process_of(run: Path, rank: int) -> int:
-    """Process of a rank in the newest life, from its log."""
+    """Process of a rank in the newest attempt, from its log."""
     text = (run / "logs" / f"rank-{rank:05d}.log").read_text()
     heads = [line for line in text.splitlines() if line.startswith(f"== rank {rank}, process ")]
     return int(heads[-1].split("process ")[1].split(",")[0])
 
 
 def newest(run: Path) -> tuple[int, int]:
-    """(life, step) of the newest line."""
+    """(attempt, step) of the newest line."""
     if not (run / "metrics.jsonl").exists():
         return 0, 0
     lines = read_metrics(run)
-    return (lines[-1]["life"], lines[-1]["step"]) if lines else (0, 0)
+    return (lines[-1]["attempt"], lines[-1]["step"]) if lines else (0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -317,14 +317,16 @@ def real(tmp_path_factory) -> tuple[Path, str, list[int]]:
     run, log, statuses = clone / "runs" / "real", clone / "said", []
     launcher = started(clone, log, 2)
     try:
-        until(lambda: newest(run) >= (1, 30), "the first life did not train")
+        until(lambda: newest(run) >= (1, 30), "the first attempt did not train")
         os.kill(process_of(run, 1), signal.SIGSTOP)
-        until(lambda: newest(run) >= (2, newest(run)[1]) and newest(run)[0] == 2, "no second life")
-        until(lambda: newest(run)[1] >= 35, "the second life did not train")
+        until(
+            lambda: newest(run) >= (2, newest(run)[1]) and newest(run)[0] == 2, "no second attempt"
+        )
+        until(lambda: newest(run)[1] >= 35, "the second attempt did not train")
         os.killpg(launcher.pid, signal.SIGTERM)  # the whole group, and again through the launcher
         statuses.append(launcher.wait(60 * PATIENCE))
         launcher = started(clone, log, 1)
-        until(lambda: newest(run)[0] == 3, "no third life")
+        until(lambda: newest(run)[0] == 3, "no third attempt")
         os.chdir(clone)
         statuses.append(stop.main(["real"]))
         statuses.append(launcher.wait(60 * PATIENCE))
@@ -337,9 +339,9 @@ def real(tmp_path_factory) -> tuple[Path, str, list[int]]:
 def test_a_hang_ends_in_a_new_life_preemption_in_75_a_stop_in_0(real):
     run, said, statuses = real
     assert statuses == [75, 0, 0], said
-    causes = [(e["cause"], e["rank"]) for e in read_events(run, "life")]
+    causes = [(e["cause"], e["rank"]) for e in read_events(run, "attempt")]
     assert causes == [("hung", 1), ("preempted", None), ("stopped", None)]
-    hung = read_events(run, "life")[0]
+    hung = read_events(run, "attempt")[0]
     assert hung["phase"] in ("step", "save", "evaluate")
     assert "it is stopped (SIGSTOP)" in hung["why"]
     assert hung["seconds"]["detect"] >= 6
@@ -353,7 +355,7 @@ def test_what_ended_the_run_on_request_was_saved_at_that_very_step(real):
         assert event["is_saved"], said
         assert event["step"] in [saved["step"] for saved in read_events(run, "saved")]
     ended = read_events(run, "preempted")[0]["step"]
-    (began,) = [event for event in read_events(run, "began") if event["life"] == 3]
+    (began,) = [event for event in read_events(run, "began") if event["attempt"] == 3]
     assert began["after_step"] == ended
 
 
@@ -374,9 +376,9 @@ def test_one_series_after_all_lives(real):
 
 def test_every_second_of_the_run_is_accounted_for(real):
     run, _, _ = real
-    lives = goodput.read_lives(run)
-    total = goodput.account(lives)
-    assert sum(total.values()) == pytest.approx(lives[-1].ended_s - lives[0].began_s)
+    attempts = goodput.read_attempts(run)
+    total = goodput.account(attempts)
+    assert sum(total.values()) == pytest.approx(attempts[-1].ended_s - attempts[0].began_s)
     assert total["detect"] >= 6
     assert total["redone"] > 0
     assert all(seconds >= -0.01 for seconds in total.values())

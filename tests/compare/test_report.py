@@ -34,7 +34,7 @@ from record.resuming import left_behind
 from runtime.log.metrics import MetricsWriter, summary
 from runtime.monitor.clock import StepTimes
 from runtime.monitor.profiling import NoProfiler, profiler_of
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 MIB = 2**20
 
@@ -81,9 +81,9 @@ def make_run(tmp_path):
         recipe = compose("tiny", [f"run={name}", *words]).recipe
         ranks = 2
         schedule = schedule_of(recipe)
-        settled = settle(recipe, ranks, schedule)
+        resolved = resolve(recipe, ranks, schedule)
         (place / "recipe.yaml").write_text(recipe_yaml(recipe))
-        (place / "layout.json").write_text(json.dumps(settled.layout.as_dict()))
+        (place / "layout.json").write_text(json.dumps(resolved.layout.as_dict()))
         around = {"commit": "c" * 40, "torch": "2.13", "cores": 2, **(surroundings or {})}
         (place / "environment.json").write_text(json.dumps(around))
         writer = MetricsWriter(place, world=ranks, tensorboard=False)

@@ -12,16 +12,16 @@ from compare import folder
 from compare.variants import Plan, plan
 from data.stream.schedule import schedule_of
 from recipes.compose import sweep_values
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 
 def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) -> Plan:
     """The plan of `make compare RECIPE=tiny SWEEP=...`."""
 
-    def settled(recipe):
-        return settle(recipe, ranks, schedule_of(recipe))
+    def resolved(recipe):
+        return resolve(recipe, ranks, schedule_of(recipe))
 
-    return plan(name, "tiny", ranks, list(overrides), list(compare), steps, repeats, settled)
+    return plan(name, "tiny", ranks, list(overrides), list(compare), steps, repeats, resolved)
 
 
 def problems_of(*sweep: str, **options) -> list[str]:

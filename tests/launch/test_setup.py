@@ -45,9 +45,9 @@ def test_what_a_run_needs_is_named_with_the_command_that_installs_it(lacking, ca
 
 
 def test_verbs_that_use_the_tests_ask_for_their_packages():
-    for verb, asked in (("test", True), ("lint", True), ("crash", True), ("pretrain", False)):
-        done = run_command(["make", "-n", verb, f"PYTHON={sys.executable}"], 30)
-        assert ("--check tests" in done.stdout) is asked, verb
+    for command, asked in (("test", True), ("lint", True), ("crash", True), ("pretrain", False)):
+        done = run_command(["make", "-n", command, f"PYTHON={sys.executable}"], 30)
+        assert ("--check tests" in done.stdout) is asked, command
 
 
 def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypatch):
@@ -56,7 +56,7 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     is_waiting, is_inside = threading.Event(), threading.Event()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         said.append(text)
         if "waiting" in text:
             is_waiting.set()
@@ -66,7 +66,7 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
         is_inside.set()
         return is_waiting.wait(30)
 
-    monkeypatch.setattr(setup, "_say", say)
+    monkeypatch.setattr(setup, "_say", log)
     monkeypatch.setattr(setup, "_pip", pip)
     monkeypatch.setattr(setup.venv, "create", lambda folder, **options: None)
     monkeypatch.setattr(

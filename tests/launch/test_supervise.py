@@ -1,4 +1,4 @@
-"""launch/supervise.py and launch/budget.py: which lives follow which, and what is left of each.
+"""launch/supervise.py and launch/budget.py: which attempts follow which, and what is left of each.
 
 Ranks are real processes without torch (life_worker.py), which keep a run's record.
 """
@@ -21,10 +21,10 @@ import pytest
 from ranks import ROOT
 
 from commands import pretrain
-from commands.pretrain import Book, goes_on, keep
+from commands.pretrain import SupervisorLog, goes_on, keep
 from launch import budget
 from launch import supervise as supervise_module
-from launch.budget import Budget, Life
+from launch.budget import Attempt, Budget
 from launch.ranks import oom, start
 from launch.ranks.outcome import End, cause_of
 from launch.slurm import requeued
@@ -45,31 +45,32 @@ def quick(monkeypatch):
 def live_through(
     tmp_path: Path,
     plan: list,
-    lives: int = 3,
+    attempts: int = 3,
     before=lambda: None,
-    at_life=lambda number: None,
+    at_attempt=lambda number: None,
     tell=lambda kind, text: None,
 ) -> tuple[int, Path]:
-    """The exit status of a run of one rank whose lives end as `plan` says, and its folder. Before
-    a life begins `at_life` is told its number; `tell` hears what people are told."""
+    """The exit status of a run of one rank whose attempts end as `plan` says, and its folder.
+    Before
+    an attempt begins `at_life` is told its number; `tell` hears what people are told."""
     folder = tmp_path / "run"
     words = [str(ROOT / "tests" / "workers" / "life_worker.py"), str(folder), json.dumps(plan)]
 
     numbers = itertools.count(1)
 
     def live(screen, asked, variables, has_begun):
-        at_life(next(numbers))
+        at_attempt(next(numbers))
         return start.live_here(words, 1, tmp_path, folder, None, screen, asked, variables)
 
-    book = Book(folder)
+    supervisor_log = SupervisorLog(folder)
     with start.signals() as asked:
         before()
         status = supervise(
-            lambda life, lived: Start(1, live),
-            book,
-            Budget(lives, book.place()),
+            lambda attempt, lived: Start(1, live),
+            supervisor_log,
+            Budget(attempts, supervisor_log.place()),
             asked,
-            lambda why: keep(book, why, {}, os.environ),
+            lambda why: keep(supervisor_log, why, {}, os.environ),
             patience_s=600.0,
             tell=tell,
         )
@@ -77,21 +78,21 @@ def live_through(
 
 
 def lines_of(folder: Path, *names: str) -> list[tuple]:
-    return [tuple(line[name] for name in names) for line in read_events(folder, "life")]
+    return [tuple(line[name] for name in names) for line in read_events(folder, "attempt")]
 
 
 def test_a_run_is_started_again_until_it_finishes_and_each_life_leaves_one_line(tmp_path, capfd):
     plan = [[4, 3, "kill"], [5, 0, 3], [3, 0, "vanish"], [9, 9, 0]]
     status, folder = live_through(tmp_path, plan)
     assert status == 0
-    names = ("life", "cause", "status", "from_step", "last_step", "saved_step")
+    names = ("attempt", "cause", "status", "from_step", "last_step", "saved_step")
     assert lines_of(folder, *names) == [
         (1, "killed", 137, 0, 4, 3),
         (2, "failed", 3, 3, 5, 3),
         (3, "killed", 137, None, None, 3),
         (4, "finished", 0, 3, 9, 9),
     ]
-    for line in read_events(folder, "life"):
+    for line in read_events(folder, "attempt"):
         assert line["ended_unix_s"] >= line["began_unix_s"]
         assert set(line["seconds"]) <= {"restart", "detect", "start", "load", "first_step"}
         assert all(seconds >= 0 for seconds in line["seconds"].values())
@@ -108,14 +109,14 @@ def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets
     assert status == 93
     assert [cause for (cause,) in lines_of(folder, "cause")] == 4 * ["killed"]
     told = capfd.readouterr().err
-    why = "3 lives in a row added no step and no checkpoint beyond step 4"
+    why = "3 attempts in a row added no step and no checkpoint beyond step 4"
     assert why in told
     [made] = (folder / "bundles").iterdir()
     assert [kind for kind, _ in alerts] == 3 * ["restart"] + ["gave_up"]
     assert why in alerts[-1][1]
     assert "going on from checkpoint step 3" in alerts[0][1]
     last = read_events(folder)[-1]
-    assert (last["kind"], last["life"]) == ("gave_up", 4)
+    assert (last["kind"], last["attempt"]) == ("gave_up", 4)
     assert why in last["reason"]
     assert last["bundle"] == f"bundles/{made.name}"
     assert str(made) in told
@@ -144,11 +145,11 @@ def test_a_life_that_ends_for_good_by_itself_leaves_a_bundle_unless_it_left_its_
 
 def test_the_record_of_a_start_that_took_the_run_over_is_left_alone(tmp_path):
     _, folder = live_through(tmp_path, [[4, 3, 75]])
-    book = Book(folder)
-    book._life = 1
-    book.event("alert_failed")
-    record_event(folder, "began", life=2, launch="another")
-    book.event("gave_up")
+    supervisor_log = SupervisorLog(folder)
+    supervisor_log._attempt = 1
+    supervisor_log.event("alert_failed")
+    record_event(folder, "began", attempt=2, launch="another")
+    supervisor_log.event("gave_up")
     assert [event["kind"] for event in read_events(folder)][-2:] == ["alert_failed", "began"]
 
 
@@ -156,20 +157,20 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
     """No process, no temporary file; then a disk that is full until somebody makes room."""
     tries = []
 
-    def at_life(number):
+    def at_attempt(number):
         if number == 2:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    def trouble(book):
-        tries.append(book.place())
-        return f"{book.folder}: No space left on device" if len(tries) in (1, 2) else None
+    def trouble(supervisor_log):
+        tries.append(supervisor_log.place())
+        return f"{supervisor_log.folder}: No space left on device" if len(tries) in (1, 2) else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Book, "trouble", trouble)
+        patch.setattr(SupervisorLog, "trouble", trouble)
         patch.setattr(supervise_module, "LOOK_S", 0.01)
         plan, alerts = [[4, 3, "kill"], [9, 9, 0]], []
         hear = lambda kind, text: alerts.append(kind)  # noqa: E731
-        status, folder = live_through(tmp_path, plan, at_life=at_life, tell=hear)
+        status, folder = live_through(tmp_path, plan, at_attempt=at_attempt, tell=hear)
     assert alerts == ["waiting", "restart", "restart"]
     assert status == 0
     causes = [cause for (cause,) in lines_of(folder, "cause")]
@@ -180,39 +181,39 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
 
 
 def test_a_record_that_cannot_be_written_is_known(tmp_path):
-    book = Book(tmp_path / "run")
-    assert book.trouble() is None  # nothing was there yet
+    supervisor_log = SupervisorLog(tmp_path / "run")
+    assert supervisor_log.trouble() is None  # nothing was there yet
     record_run(tmp_path / "run")
-    assert book.place() == (0, 4, 0)
-    assert book.trouble() is None
+    assert supervisor_log.place() == (0, 4, 0)
+    assert supervisor_log.trouble() is None
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl"]
     shutil.rmtree(tmp_path / "run")
-    assert "No such file" in book.trouble()
+    assert "No such file" in supervisor_log.trouble()
 
 
 def record_run(folder: Path) -> None:
     folder.mkdir()
-    append_line(folder / "metrics.jsonl", {"segment": 0, "step": 4, "life": 1})
+    append_line(folder / "metrics.jsonl", {"segment": 0, "step": 4, "attempt": 1})
 
 
 def test_a_run_whose_folder_has_gone_does_not_begin_anew(tmp_path, capfd):
     """A file system that is not mounted looks like a run that never began."""
 
-    def at_life(number):
+    def at_attempt(number):
         if number == 2:
             shutil.rmtree(tmp_path / "run")
 
     plan = [[4, 3, "kill"], [0, 0, "vanish"], [9, 9, 0]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Book, "trouble", lambda book: None)
-        status, _ = live_through(tmp_path, plan, at_life=at_life)
+        patch.setattr(SupervisorLog, "trouble", lambda supervisor_log: None)
+        status, _ = live_through(tmp_path, plan, at_attempt=at_attempt)
     assert status == 93
     assert "nothing is left of the run's folder, which had come to step 4" in capfd.readouterr().err
 
 
 def test_progress_renews_the_budget(tmp_path):
     plan = [[n, n, "kill"] for n in range(1, 4)] + [[9, 9, 0]]
-    assert live_through(tmp_path, plan, lives=1)[0] == 0
+    assert live_through(tmp_path, plan, attempts=1)[0] == 0
 
 
 def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
@@ -223,7 +224,7 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("plan", "lives", "status", "causes"),
+    ("plan", "attempts", "status", "causes"),
     [
         ([[4, 3, 93], [9, 9, 0]], 3, 93, ["gave_up"]),
         ([[4, 3, 75], [9, 9, 0]], 3, 75, ["preempted"]),
@@ -234,8 +235,8 @@ def test_a_crash_before_the_first_step_ever_is_not_repeated(tmp_path):
         ([[4, 3, "oom"], [5, 0, "oom"], [9, 9, 0]], 3, 0, 2 * ["out_of_memory"] + ["finished"]),
     ],
 )  # fmt: skip
-def test_the_exit_contract(tmp_path, plan, lives, status, causes):
-    got, folder = live_through(tmp_path, plan, lives)
+def test_the_exit_contract(tmp_path, plan, attempts, status, causes):
+    got, folder = live_through(tmp_path, plan, attempts)
     assert (got, [cause for (cause,) in lines_of(folder, "cause")]) == (status, causes)
 
 
@@ -261,12 +262,12 @@ def test_a_signal_ends_the_run_also_between_two_lives(tmp_path, monkeypatch):
 def test_make_stop_ends_the_wait_between_two_lives_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "FIRST_WAIT_S", 1000.0)
 
-    def at_life(number):
+    def at_attempt(number):
         if number == 2:
             requests.ask(tmp_path / "run", now=False, who="me")
 
     plan = [[4, 3, "kill"], [4, 0, "kill"], [9, 9, 0]]
-    status, folder = live_through(tmp_path, plan, at_life=at_life)
+    status, folder = live_through(tmp_path, plan, at_attempt=at_attempt)
     assert status == 0
     assert [event["kind"] for event in read_events(folder)][-1] == "stopped"
     assert presence.launcher(folder) is None
@@ -275,7 +276,7 @@ def test_make_stop_ends_the_wait_between_two_lives_at_once(tmp_path, monkeypatch
 def test_another_start_of_the_same_name_writes_nothing_into_the_runs_record(tmp_path):
     _, folder = live_through(tmp_path, [[9, 9, 0]])
     before = (folder / "events.jsonl").read_bytes()
-    assert live_through(tmp_path, [None, [0, 0, "vanish"]], lives=0)[0] == 137
+    assert live_through(tmp_path, [None, [0, 0, "vanish"]], attempts=0)[0] == 137
     assert (folder / "events.jsonl").read_bytes() == before
 
 
@@ -287,31 +288,31 @@ def test_what_resume_fresh_set_aside_is_not_set_aside_again():
     ]
 
 
-def life(cause: str, step: int = 5, **more) -> Life:
-    return Life(
+def attempt(cause: str, step: int = 5, **more) -> Attempt:
+    return Attempt(
         cause, 93 if cause == "refused" else 1, (0, step, 0), **({"has_begun": True} | more)
     )
 
 
 def test_a_run_that_cut_off_ranks_still_hold_is_waited_for():
     judge = Budget(3, (0, 0, 0), busy_s=12).judge
-    assert judge(life("lost_host", host="a")).again
+    assert judge(attempt("lost_host", host="a")).again
     for _ in range(3):
-        verdict = judge(life("refused", has_begun=False))
+        verdict = judge(attempt("refused", has_begun=False))
         assert verdict.again
         assert verdict.wait_s > 0
-    assert not judge(life("refused", has_begun=False)).again
+    assert not judge(attempt("refused", has_begun=False)).again
 
 
 def test_a_new_segment_counts_as_progress():
     judge = Budget(1, (0, 50, 50)).judge
-    assert judge(Life("rewound", 76, (0, 50, 50), True)).again
-    assert judge(Life("killed", 137, (1, 20, 10), True)).again
-    assert judge(Life("killed", 137, (1, 20, 10), True)).is_final
+    assert judge(Attempt("rewound", 76, (0, 50, 50), True)).again
+    assert judge(Attempt("killed", 137, (1, 20, 10), True)).again
+    assert judge(Attempt("killed", 137, (1, 20, 10), True)).is_final
 
 
 def test_a_launcher_that_stood_still_tries_again_also_before_the_first_step():
-    verdict = Budget(3, (0, 0, 0)).judge(Life("killed", 1, (0, 0, 0), has_begun=False))
+    verdict = Budget(3, (0, 0, 0)).judge(Attempt("killed", 1, (0, 0, 0), has_begun=False))
     assert verdict.again
     assert "no longer heard this launcher" in verdict.why
 

@@ -186,10 +186,10 @@ def test_bounds_that_do_not_fit_are_refused_with_those_that_do(given, stages, wo
 @pytest.mark.parametrize("name", CASES)
 def test_all_stages_obey_one_judgement_before_the_update(seen, name):
     """Sick on one rank, refused, let through: the same on every rank, to the bit."""
-    gate = seen["cases"][name]["gate"]
-    assert [facts[:3] for facts in gate["sick"]] == [[True, True, 0]] * 4
-    assert [facts[:3] for facts in gate["refused"]] == [[True, True, 0]] * 4
-    assert [facts[:3] for facts in gate["let"]] == [[False, False, 1]] * 4
-    for kind in gate.values():
+    update_gate = seen["cases"][name]["gate"]
+    assert [facts[:3] for facts in update_gate["sick"]] == [[True, True, 0]] * 4
+    assert [facts[:3] for facts in update_gate["refused"]] == [[True, True, 0]] * 4
+    assert [facts[:3] for facts in update_gate["let"]] == [[False, False, 1]] * 4
+    for kind in update_gate.values():
         assert len({tuple(facts[3]) for facts in kind}) == 1  # the same question, once
         assert len(kind[0][3]) == 1

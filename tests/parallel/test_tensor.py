@@ -19,7 +19,7 @@ from ranks import ROOT, run_command, run_ranks
 from base.errors import UserError
 from data.stream.schedule import schedule_of
 from recipes.compose import compose
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 WORKERS = ROOT / "tests" / "workers"
 TIMEOUT_S = 280  # of one launch
@@ -159,10 +159,10 @@ def test_stage_3_gathers_in_every_micro_batch_and_at_most_what_is_foretold(seen)
 def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
     recipe = compose("7b", ["zero=3", "parallel.tensor=4"]).recipe
     schedule = schedule_of(recipe)
-    (line,) = [line for line in settle(recipe, 16, schedule).warnings if "gathers" in line]
+    (line,) = [line for line in resolve(recipe, 16, schedule).warnings if "gathers" in line]
     assert "parallel.tensor=4" in line
     plain = compose("7b", ["zero=3"]).recipe
-    assert not [line for line in settle(plain, 16, schedule).warnings if "gathers" in line]
+    assert not [line for line in resolve(plain, 16, schedule).warnings if "gathers" in line]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_stage_3_cannot_do_with_cut_modules_is_refused(override, part):
     recipe = compose("7b", ["zero=3", "parallel.tensor=4", override]).recipe
     schedule = schedule_of(recipe)
     with pytest.raises(UserError) as refused:
-        settle(recipe, 16, schedule)
+        resolve(recipe, 16, schedule)
     assert part in str(refused.value)
 
 

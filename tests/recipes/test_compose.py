@@ -13,18 +13,18 @@ from recipes.check import knob_names
 from recipes.compose import compose, compose_command, recipe_yaml
 
 
-def refused(*overrides: str, dish: str = "tiny") -> list[str]:
+def refused(*overrides: str, recipe_name: str = "tiny") -> list[str]:
     """The problems of a recipe that must be refused, each one line."""
     with pytest.raises(UserError) as caught:
-        compose(dish, overrides)
+        compose(recipe_name, overrides)
     problems = caught.value.problems
     assert all("\n" not in line for line in problems)
     return problems
 
 
-def only(*overrides: str, dish: str = "tiny") -> str:
+def only(*overrides: str, recipe_name: str = "tiny") -> str:
     """The single problem of a refused recipe."""
-    problems = refused(*overrides, dish=dish)
+    problems = refused(*overrides, recipe_name=recipe_name)
     assert len(problems) == 1, problems
     return problems[0]
 
@@ -84,16 +84,16 @@ def test_hydra_settings_are_refused_by_name():
 
 
 def test_an_unknown_recipe_lists_the_recipes():
-    line = only(dish="tinny")
+    line = only(recipe_name="tinny")
     assert "did you mean tiny?" in line
     assert "125m, 1b, 70b, 7b, tiny" in line
-    assert "no file" in only(dish="nowhere/x.yaml")
-    assert "no such recipe" in only(dish="..")
+    assert "no file" in only(recipe_name="nowhere/x.yaml")
+    assert "no such recipe" in only(recipe_name="..")
 
 
 def test_an_unknown_ingredient_lists_the_ingredients():
     line = only("optim=wdd")
-    assert "optim=wdd: no such ingredient; did you mean wsd?" in line
+    assert "optim=wdd: no such config group option; did you mean wsd?" in line
     assert "adamw-cosine" in line
 
 
@@ -387,19 +387,19 @@ def test_a_knob_given_twice_takes_the_later_value_and_says_so():
     assert "no effect" in compose("tiny", ["steps=5", "stop_after=9"]).warnings[0]
 
 
-@pytest.mark.parametrize("dish", ["tiny", "70b"])
-def test_a_written_recipe_composes_back_to_the_same(dish, tmp_path):
+@pytest.mark.parametrize("recipe", ["tiny", "70b"])
+def test_a_written_recipe_composes_back_to_the_same(recipe_name, tmp_path):
     overrides = ["ds.zero_optimization.overlap_comm=true", "run='1e5'", "optim.lr=1e-5"]
     overrides += ["batch_tokens=[[0,8388608],[10,16777216]]", "data.attend=across"]
     overrides += ["seq_len_warmup=[[0,64],[9,${seq_len}]]"]
-    recipe = compose(dish, overrides).recipe
+    recipe = compose(recipe_name, overrides).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_yaml(recipe))
     again = compose(str(path))
     assert again.recipe == recipe
     assert "defaults" not in path.read_text()
     assert compose(str(path), ["optim.name=sgd"]).recipe.optim.name == "sgd"
-    assert "its defaults list has no optim" in only("optim=sgd", dish=str(path))
+    assert "its defaults list has no optim" in only("optim=sgd", recipe_name=str(path))
 
 
 @pytest.mark.parametrize(
@@ -432,14 +432,14 @@ def test_a_name_that_no_file_can_have_is_refused_in_one_line(name, tmp_path):
     if name == "LOOP":
         (tmp_path / "loop.yaml").symlink_to("loop.yaml")
         name = str(tmp_path / "loop.yaml")
-    line = only(dish=name)
+    line = only(recipe_name=name)
     assert line.startswith("recipe ")
     assert len(line) < 1000
 
 
 def test_a_recipe_given_by_half_a_path_is_recognised():
     for half in ("tiny.yaml", "recipes/tiny", "TINY"):
-        assert "; did you mean tiny?" in only(dish=half)
+        assert "; did you mean tiny?" in only(recipe_name=half)
 
 
 def test_a_command_line_names_one_recipe():

@@ -1,4 +1,4 @@
-"""The dishes and ingredients that ship: short, explained, composable."""
+"""The recipes and config group options that ship: short, explained, composable."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from base.values import counted
 from commands import pretrain
 from data.stream.schedule import schedule_of
 from parallel.layout import solve
-from recipes.compose import GROUPS, RECIPES, compose, dishes, ingredients
+from recipes.compose import GROUPS, RECIPES, compose, group_options, recipe_names
 from runtime.ds_config.merge import load_preset
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 MOST_LINES = 25
-# Dish -> ranks it is meant for.
+# Recipe -> ranks it is meant for.
 RANKS = {"tiny": 2, "125m": 8, "1b": 8, "7b": 64, "70b": 1024}
 NUMBER = re.compile(r"^\s*[\w.]+:\s*[\d.]+(e[+-]?\d+)?\b")
 
 
-def lines_of(dish: str) -> list[str]:
-    return (RECIPES / f"{dish}.yaml").read_text().splitlines()
+def lines_of(recipe_name: str) -> list[str]:
+    return (RECIPES / f"{recipe_name}.yaml").read_text().splitlines()
 
 
 def test_the_named_dishes_exist():
-    assert set(dishes()) >= set(RANKS)
+    assert set(recipe_names()) >= set(RANKS)
 
 
-@pytest.mark.parametrize("dish", dishes())
-def test_a_dish_is_short_and_starts_with_its_command(dish):
-    lines = lines_of(dish)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_dish_is_short_and_starts_with_its_command(recipe_name):
+    lines = lines_of(recipe_name)
     assert len(lines) <= MOST_LINES
-    assert re.match(rf"# make pretrain RECIPE={re.escape(dish)}\b", lines[0])
+    assert re.match(rf"# make pretrain RECIPE={re.escape(recipe_name)}\b", lines[0])
 
 
-@pytest.mark.parametrize("dish", dishes())
-def test_each_number_of_a_dish_has_a_reason(dish):
-    bare = [line for line in lines_of(dish) if NUMBER.match(line) and "#" not in line]
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_each_number_of_a_dish_has_a_reason(recipe_name):
+    bare = [line for line in lines_of(recipe_name) if NUMBER.match(line) and "#" not in line]
     assert not bare
 
 
-@pytest.mark.parametrize("dish", dishes())
-def test_a_dish_puts_itself_last(dish):
-    entries = [line.strip() for line in lines_of(dish) if line.startswith("  - ")]
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_dish_puts_itself_last(recipe_name):
+    entries = [line.strip() for line in lines_of(recipe_name) if line.startswith("  - ")]
     assert entries[-1] == "- _self_"
 
 
-@pytest.mark.parametrize("dish", list(RANKS))
-def test_a_dish_settles_on_the_ranks_it_is_meant_for(dish):
-    composed = compose(dish)
+@pytest.mark.parametrize("recipe", list(RANKS))
+def test_a_dish_settles_on_the_ranks_it_is_meant_for(recipe_name):
+    composed = compose(recipe_name)
     recipe = composed.recipe
     assert not composed.warnings
-    settled = settle(recipe, RANKS[dish], schedule_of(recipe))
-    assert settled.layout.world == RANKS[dish]
-    assert dish == "tiny" or not settled.warnings
+    resolved = resolve(recipe, RANKS[recipe_name], schedule_of(recipe))
+    assert resolved.layout.world == RANKS[recipe_name]
+    assert recipe_name == "tiny" or not resolved.warnings
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -75,8 +75,8 @@ def test_tiny_is_shaped_for_every_axis():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_ingredient_composes_and_says_what_it_is(group):
-    assert ingredients(group)
-    for name in ingredients(group):
+    assert group_options(group)
+    for name in group_options(group):
         extra = ["optim.lr=1e-3"] if group == "optim" else []
         composed = compose("tiny", [f"{group}={name}", *extra])
         assert f"recipes/{group}/{name}.yaml" in composed.origins.values()
@@ -98,5 +98,5 @@ def test_one_of_something_is_no_plural():
     assert [counted(n, "step") for n in (0, 1, 2, 2000)] == [
         "0 steps", "1 step", "2 steps", "2,000 steps"
     ]  # fmt: skip
-    assert counted(1, "life", "lives") == "1 life"
-    assert counted(3, "life", "lives") == "3 lives"
+    assert counted(1, "attempt", "attempts") == "1 attempt"
+    assert counted(3, "attempt", "attempts") == "3 attempts"

@@ -15,7 +15,7 @@ from commands import events
 from commands import goodput as command
 from record import forecast, goodput
 from record.forecast import Costs
-from record.goodput import account, lives_of, shares
+from record.goodput import account, attempts_of, shares
 
 BEGAN_S = 1_700_000_000.0
 
@@ -29,12 +29,12 @@ class Recorded:
         self.now = BEGAN_S
         self.events, self.lines, self.saved = [], [], 0
 
-    def event(self, kind: str, life: int, at: float, **fields) -> None:
+    def event(self, kind: str, attempt: int, at: float, **fields) -> None:
         when = datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat().replace("+00:00", "Z")
-        self.events.append({"time": when, "kind": kind, "life": life} | fields)
+        self.events.append({"time": when, "kind": kind, "attempt": attempt} | fields)
 
     def live(self, number: int, lasts_s: float, restart_s: float = 0.0) -> None:
-        """One life that fails after `lasts_s` of its own, counted from the failure before."""
+        """One attempt that fails after `lasts_s` of its own, counted from the failure before."""
         began = self.now + restart_s
         dies = self.now + lasts_s
         del self.lines[self.saved :]  # as a start does with what it trains again
@@ -54,16 +54,16 @@ class Recorded:
                 self.event("saved", number, now, step=step, checkpoint_stall_s=self.costs.stall_s)
         self.now = max(dies, began) + self.detect_s
         self.event(
-            "life", number, self.now, cause="killed", from_step=first, last_step=step,
+            "attempt", number, self.now, cause="killed", from_step=first, last_step=step,
             began_unix_s=began, ended_unix_s=self.now,
             seconds=seconds | {"detect": self.detect_s},
         )  # fmt: skip
 
 
-def line(life: int, step: int, step_s: float, **fields) -> dict:
+def line(attempt: int, step: int, step_s: float, **fields) -> dict:
     """What a step leaves, as far as the account reads it."""
     plain = dict(segment=0, data_s=0.0, eval_s=0.0, skipped=False, targets=1, first_of_life=False)
-    return {"life": life, "step": step, "step_s": step_s} | plain | fields
+    return {"attempt": attempt, "step": step, "step_s": step_s} | plain | fields
 
 
 def test_the_account_of_a_run_with_injected_failures_agrees_with_the_formula():
@@ -78,7 +78,7 @@ def test_the_account_of_a_run_with_injected_failures_agrees_with_the_formula():
         # The detection of one failure is part of the time until training goes on.
         for number, gap_s in enumerate(gaps, start=1):
             run.live(number, max(5.0, gap_s - 10.0), restart_s=5.0)
-        total = account(lives_of(run.events, run.lines, run.now))
+        total = account(attempts_of(run.events, run.lines, run.now))
         assert sum(total.values()) == pytest.approx(run.now - BEGAN_S - 5.0, abs=0.01)
         useful = shares(total)["useful"]
         assert useful == pytest.approx(forecast.goodput(costs, mtbf_s, interval), abs=0.02)
@@ -124,14 +124,14 @@ def test_failures_that_come_before_any_save_leave_nothing():
     assert forecast.best_interval(Costs(10.0, 1.0, 1.0), 1.0) == 1
 
 
-def life(number: int, began: float, ended: float, cause: str | None, lines=(), **seconds):
-    return goodput.Life(number, began, ended, cause, len(lines), seconds, list(lines))
+def attempt(number: int, began: float, ended: float, cause: str | None, lines=(), **seconds):
+    return goodput.Attempt(number, began, ended, cause, len(lines), seconds, list(lines))
 
 
 def test_a_gap_that_no_launcher_filled_is_idle():
     total = account(
-        [life(1, 0.0, 100.0, "killed"), life(2, 105.0, 150.0, "stopped", restart=5.0),
-         life(3, 1150.0, 1200.0, None, restart=0.0)]
+        [attempt(1, 0.0, 100.0, "killed"), attempt(2, 105.0, 150.0, "stopped", restart=5.0),
+         attempt(3, 1150.0, 1200.0, None, restart=0.0)]
     )  # fmt: skip
     assert (total["restart"], total["idle"]) == (5.0, 1000.0)
     assert sum(total.values()) == 1200.0
@@ -145,7 +145,7 @@ def test_waiting_evaluating_warming_up_and_steps_without_an_update_are_no_goodpu
         line(1, 4, 1.0, skipped=True),
         line(1, 5, 1.0, skipped=True, targets=0),  # a batch that was left out by a skip
     ]
-    total = account([life(1, 0.0, 20.0, "finished", lines, start=3.0, load=1.0)])
+    total = account([attempt(1, 0.0, 20.0, "finished", lines, start=3.0, load=1.0)])
     assert total["start"] == 3.0 + 8.0
     assert total["stall"] == 0.25
     assert total["evaluate"] == 2.0
@@ -156,15 +156,15 @@ def test_waiting_evaluating_warming_up_and_steps_without_an_update_are_no_goodpu
 
 
 def test_stamps_that_overlap_a_little_still_add_up():
-    total = account([life(1, 0.0, 5.0, "finished", [line(1, 1, 5.5)])])
+    total = account([attempt(1, 0.0, 5.0, "finished", [line(1, 1, 5.5)])])
     assert sum(total.values()) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
     ("jump_s", "ended", "began", "whole"),
     [
-        (0, 100.0, 60.0, 90.0),  # a host that was cut off lived on when the next life had begun
-        (-3600, 20.0, 25.0, None),  # the clock is set back in the first life,
+        (0, 100.0, 60.0, 90.0),  # a host that was cut off lived on when the next attempt had begun
+        (-3600, 20.0, 25.0, None),  # the clock is set back in the first attempt,
         (-3600, 3620.0, 25.0, None),  # between the two
         (3600, 20.0, 25.0, 3655.0),  # or forward
     ],
@@ -172,9 +172,11 @@ def test_stamps_that_overlap_a_little_still_add_up():
 def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
     jump_s, ended, began, whole
 ):
-    first = life(1, 0.0, ended + jump_s, "killed", [line(1, n, 1.0) for n in range(1, 11)], start=5)
+    first = attempt(
+        1, 0.0, ended + jump_s, "killed", [line(1, n, 1.0) for n in range(1, 11)], start=5
+    )
     lines = [line(2, n, 1.0) for n in range(11, 31)]
-    second = life(2, began + jump_s, began + jump_s + 30.0, "finished", lines, start=5)
+    second = attempt(2, began + jump_s, began + jump_s + 30.0, "finished", lines, start=5)
     total = account([first, second])
     assert min(total.values()) >= 0
     assert total["useful"] == 30.0
@@ -185,11 +187,11 @@ def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_
 
 def test_a_life_that_goes_on_lives_until_now_and_older_records_are_read():
     run = Recorded(Costs(1.0, 0.0, 0.0), 10, start_s=3.0, detect_s=0.0)
-    run.event("life", 1, BEGAN_S + 3, after_step=0, world=2)  # how older runs began a life
-    [one] = lives_of(run.events, [line(1, 1, 1.0)], BEGAN_S + 9)
+    run.event("attempt", 1, BEGAN_S + 3, after_step=0, world=2)  # how older runs began an attempt
+    [one] = attempts_of(run.events, [line(1, 1, 1.0)], BEGAN_S + 9)
     assert (one.cause, one.began_s, one.ended_s) == (None, BEGAN_S + 3, BEGAN_S + 9)
     run.event("began", 2, BEGAN_S + 20, after_step=0, started_unix_s=BEGAN_S + 12)
-    two = lives_of(run.events, [], BEGAN_S + 30)[1]
+    two = attempts_of(run.events, [], BEGAN_S + 30)[1]
     assert (two.began_s, two.seconds["start"]) == (BEGAN_S + 12, 8.0)
 
 
@@ -212,7 +214,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_the_verb_prints_an_account_of_100_percent_and_an_interval(folder, capsys):
     assert command.main(["mine"]) == 0
     out = capsys.readouterr().out
-    assert "2 lives, 2 failures" in out
+    assert "2 attempts, 2 failures" in out
     assert "100.0%" in out
     assert "a failure every 1 min" in out
     assert "as it is" in out
@@ -226,7 +228,7 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
         ("goodput", "mine", "--mtbf", "soon"): ["MTBF=soon", "2.8h"],
         ("goodput", "mine", "--mtbf", "-1"): ["MTBF=-1", "above 0"],
         ("goodput", "mine", "--mtbf", "nan"): ["MTBF=nan"],
-        ("events", "mine", "--kind", "lives"): ["KIND=lives", "life, saved"],
+        ("events", "mine", "--kind", "attempts"): ["KIND=attempts", "attempt, saved"],
     }.items():
         main = events.main if words[0] == "events" else command.main
         assert main(list(words[1:])) == 93
@@ -234,7 +236,7 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
         assert all(part in error for part in parts), error
     (folder / "events.jsonl").unlink()
     assert command.main(["mine"]) == 93
-    assert "no life is on record" in capsys.readouterr().err
+    assert "no attempt is on record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -245,13 +247,13 @@ def test_times_between_failures_have_units(text, seconds):
 
 
 def test_steps_that_a_rewind_took_back_are_no_goodput(folder):
-    before = account(goodput.read_lives(folder))
+    before = account(goodput.read_attempts(folder))
     opened = [
         {"kind": "segment", "segment": 0, "parent": None, "first_step": 1},
         {"kind": "segment", "segment": 1, "parent": {"segment": 0, "step": 20}, "first_step": 21},
     ]
     (folder / "history.jsonl").write_bytes(b"".join(map(encode, opened)))
-    after = account(goodput.read_lives(folder))
+    after = account(goodput.read_attempts(folder))
     assert after["useful"] == 20.0
     assert after["redone"] == before["redone"] + before["useful"] - 20.0
     assert sum(after.values()) == pytest.approx(sum(before.values()))

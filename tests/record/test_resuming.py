@@ -63,7 +63,7 @@ def run(tmp_path):
     (tmp_path / "recipe.yaml").write_text("")
     for step in (2, 4):
         save_step(tmp_path, step, DATA | {"past": past(step)})
-        record_event(tmp_path, "saved", life=1, step=step)
+        record_event(tmp_path, "saved", attempt=1, step=step)
     return tmp_path
 
 
@@ -159,7 +159,7 @@ def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
 
 def test_a_damaged_line_of_the_record_is_a_refusal(run):
     shutil.rmtree(run / "checkpoints")
-    (run / "events.jsonl").write_text('{"kind": "saved", "time": 1.0, "life": 1}\nnot json\n')
+    (run / "events.jsonl").write_text('{"kind": "saved", "time": 1.0, "attempt": 1}\nnot json\n')
     with pytest.raises(UserError, match=r"events\.jsonl: a line is damaged.*\(line 2: .*fresh"):
         stands(run)
 
@@ -229,7 +229,8 @@ def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
 
 
 def test_resumed_at_every_step_of_three_epochs_the_ledger_has_no_gap_and_no_repeat(tmp_path):
-    """20 windows, 8 a step: epochs end inside steps. Each life trains two steps and dies with one
+    """20 windows, 8 a step: epochs end inside steps. Each attempt trains two steps and dies with
+    one
     saved; the last rewinds in between as well.
     """
     write_corpus(tmp_path / "c", [counting_document(20 * 16)])
@@ -255,7 +256,9 @@ LAST = 8  # steps of 8 of 20 windows: the fourth epoch has begun
 
 
 def lived(root, run, after, last, saves):
-    """One life of a run, its training left out: stream, ledger, checkpoints; its ledger lines."""
+    """One attempt of a run, its training left out: stream, ledger, checkpoints; its ledger
+    lines.
+    """
     stream = stream_of(root, {"c": 1})
     run.mkdir(exist_ok=True)
     (run / "recipe.yaml").write_text("")

@@ -78,19 +78,19 @@ def test_an_import_says_where_it_may_not_write(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("verb", "inner", "words"),
+    ("command", "inner", "words"),
     [
         (doctor, "examine", []),
         (compare, "compare_variants", ["--sweep", "zero=1,2"]),
         (profile, "prepare", ["--run", "x"]),
     ],
 )
-def test_a_closed_folder_is_a_line_and_no_traceback(verb, inner, words, monkeypatch, capsys):
+def test_a_closed_folder_is_a_line_and_no_traceback(command, inner, words, monkeypatch, capsys):
     def closed(*_):
         raise PermissionError(13, "Permission denied", "/of/another/user")
 
-    monkeypatch.setattr(verb, inner, closed)
-    assert verb.main(words) != 0
+    monkeypatch.setattr(command, inner, closed)
+    assert command.main(words) != 0
     said = capsys.readouterr().err
     assert "/of/another/user" in said
     assert "Permission denied" in said

@@ -51,8 +51,8 @@ def test_a_command_of_the_readme_works(clone, command):
 
 def test_make_help_names_every_verb():
     done = run_command(["make", "help"], 30)
-    verbs = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == verbs
+    commands_of_make = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == commands_of_make
 
 
 def test_tensorboard_serves_the_runs(clone):

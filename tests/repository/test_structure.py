@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from ranks import ROOT
-from source_tree import PACKAGES, imports, module_name, sources, verbs
+from source_tree import PACKAGES, commands_of_make, imports, module_name, sources
 
 MOST_LINES, MOST_FUNCTION_LINES = 500, 100
 
@@ -35,10 +35,10 @@ def test_every_room_imports_only_from_rooms_before_it():
 def test_a_command_is_one_file_that_nobody_imports():
     expected = {
         command: f"commands.{command.replace('-', '_')}"
-        for command in verbs()
+        for command in commands_of_make()
         if command not in TOOLS
     }
-    assert {command: verbs()[command] for command in expected} == expected
+    assert {command: commands_of_make()[command] for command in expected} == expected
     files = {path.stem for path in (ROOT / "commands").glob("*.py")} - {"__init__"}
     assert files == {name.removeprefix("commands.") for name in expected.values()}
     wrong = [
@@ -160,7 +160,7 @@ def test_the_readme_maps_every_room_and_each_room_its_files():
 def test_the_readme_table_of_verbs_is_the_makefiles():
     readme = (ROOT / "README.md").read_text()
     table = dict(re.findall(r"^\| `make ([a-z-]+)[^`]*` \| `([\w.]+)` \|", readme, re.MULTILINE))
-    assert table == verbs()
+    assert table == commands_of_make()
 
 
 def test_no_text_points_outside_the_project():

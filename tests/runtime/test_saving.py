@@ -68,13 +68,13 @@ def run_savers(folder: Path, words: list[str], action, monkeypatch):
     recipe = compose("tiny", words).recipe
     beside, own = Threads(WORLD), threading.local()
     monkeypatch.setattr(saving, "Ranks", lambda timeout_s: ThreadRank(own.rank, beside))
-    settled = SimpleNamespace(last_step=LAST, layout=SimpleNamespace(as_dict=dict))
+    resolved = SimpleNamespace(last_step=LAST, layout=SimpleNamespace(as_dict=dict))
 
     def one(comm):
         own.rank = comm.rank
         me = SimpleNamespace(rank=comm.rank, is_first=comm.rank == 0, device=torch.device("cpu"))
         engine, told = FakeEngine(comm.rank), []
-        saver = Saver(folder, recipe, settled, FakeStream(), engine, comm, me)
+        saver = Saver(folder, recipe, resolved, FakeStream(), engine, comm, me)
         saver.tell = told.append
         try:
             return action(saver, told, engine)
@@ -94,14 +94,14 @@ def kinds(told):
     ]
 
 
-def slow_rank(monkeypatch, victim, gate):
+def slow_rank(monkeypatch, victim, update_gate):
     """Let one rank's writes wait for `gate`; what is set when it waits."""
     write, waits = commit.write_rank, threading.Event()
 
     def slow(folder, rank, *arguments, **keywords):
         if rank == victim:
             waits.set()
-            assert gate.wait(LONG)
+            assert update_gate.wait(LONG)
         return write(folder, rank, *arguments, **keywords)
 
     monkeypatch.setattr(commit, "write_rank", slow)
@@ -127,12 +127,12 @@ def test_the_record_is_made_durable_before_a_checkpoint_vouches_for_it(
 
 
 def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
-    gate = threading.Event()
-    slow_rank(monkeypatch, 1, gate)
+    update_gate = threading.Event()
+    slow_rank(monkeypatch, 1, update_gate)
     wait = Saver._wait
 
     def opening(saver):  # the first that waits lets it go on
-        gate.set()
+        update_gate.set()
         return wait(saver)
 
     monkeypatch.setattr(Saver, "_wait", opening)
@@ -155,8 +155,8 @@ def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
 
 def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
     """Saves that fall due are left out by all ranks alike; when it ends they go on."""
-    gate, arrived = threading.Event(), threading.Barrier(WORLD)
-    waits = slow_rank(monkeypatch, 1, gate)
+    update_gate, arrived = threading.Event(), threading.Barrier(WORLD)
+    waits = slow_rank(monkeypatch, 1, update_gate)
 
     def action(saver, told, engine):
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
@@ -167,7 +167,7 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
             saver.save(step, HEALTH)
         arrived.wait(LONG)
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
-        gate.set()
+        update_gate.set()
         while saver.background.in_flight:
             saver.poll()
         arrived.wait(LONG)
@@ -190,8 +190,8 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
 
 
 def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, monkeypatch):
-    gate = threading.Event()
-    slow_rank(monkeypatch, 1, gate)
+    update_gate = threading.Event()
+    slow_rank(monkeypatch, 1, update_gate)
     words = ["checkpoint.interval=auto", "cluster.mtbf_hours=1", "checkpoint.mode=async"]
 
     def action(saver, told, engine):
@@ -208,12 +208,12 @@ def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, mon
         run_savers(tmp_path, words, action, monkeypatch)
         == [[(FIRST_STEPS, 2 * FIRST_STEPS), (2 * FIRST_STEPS, 3 * FIRST_STEPS)]] * WORLD
     )
-    gate.set()
+    update_gate.set()
 
 
 def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path, monkeypatch):
-    gate = threading.Event()
-    waits = slow_rank(monkeypatch, 1, gate)
+    update_gate = threading.Event()
+    waits = slow_rank(monkeypatch, 1, update_gate)
 
     def action(saver, told, engine):
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
@@ -226,14 +226,14 @@ def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path,
         assert problem.startswith("step 1 is still being written by rank")
         assert "rank 1 (after checkpoint prepare)" in problem
         assert told == [(1, "save_stuck")]
-    gate.set()
+    update_gate.set()
 
 
 @pytest.mark.parametrize("error", [Shared("all ranks stop"), KeyboardInterrupt()])
 def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeypatch, error):
     """In the phase of an end: a save may take longer than a step may."""
-    gate, beats = threading.Event(), []
-    slow_rank(monkeypatch, 1, gate)
+    update_gate, beats = threading.Event(), []
+    slow_rank(monkeypatch, 1, update_gate)
     monkeypatch.setattr(saving, "HEART", SimpleNamespace(beat=beats.append))
 
     def action(saver, told, engine):
@@ -241,7 +241,7 @@ def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeyp
             with saver:
                 saver.save(1, HEALTH)
                 if saver.process.rank == 0:
-                    threading.Timer(0.2, gate.set).start()
+                    threading.Timer(0.2, update_gate.set).start()
                 raise error
         except type(error):
             return kinds(told)
@@ -331,8 +331,8 @@ def test_the_last_save_is_tried_again_until_it_works_or_the_run_is_asked_to_end(
 
 
 def test_a_last_save_that_was_left_out_is_made_good(tmp_path, monkeypatch):
-    gate = threading.Event()
-    slow_rank(monkeypatch, 1, gate)
+    update_gate = threading.Event()
+    slow_rank(monkeypatch, 1, update_gate)
     monkeypatch.setattr(saving, "LAST_PAUSES_S", (1,))
 
     def action(saver, told, engine):
@@ -340,7 +340,7 @@ def test_a_last_save_that_was_left_out_is_made_good(tmp_path, monkeypatch):
         saver.save(1, HEALTH)
         saver.save(LAST, HEALTH)
         saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
-        gate.set()
+        update_gate.set()
         return saver.last(LAST, HEALTH, lambda: None), kinds(told)[-1]
 
     assert (

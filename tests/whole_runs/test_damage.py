@@ -156,7 +156,7 @@ def test_a_problem_keeps_its_kind_on_the_way_to_other_ranks():
 
 
 def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
-    """The record of a life that passed a checkpoint over."""
+    """The record of an attempt that passed a checkpoint over."""
     flip(newest / "rank-00000.bin", random.Random(1))
     drop(newest / "rank-00001.bin", None)
     results, _ = load_on_all(made, WORLD)
@@ -167,11 +167,11 @@ def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
     said, told = [], []
 
     def event(kind, **fields):
-        record_event(tmp_path, kind, life=1, **fields)
+        record_event(tmp_path, kind, attempt=1, **fields)
 
     record = SimpleNamespace(
         writer=SimpleNamespace(event=event),
-        console=SimpleNamespace(say=said.append),
+        console=SimpleNamespace(log=said.append),
         _pass_on=lambda kind, text: told.append(kind),
     )
     loaded = SimpleNamespace(

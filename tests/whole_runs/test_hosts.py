@@ -105,13 +105,13 @@ def test_a_killed_rank_and_a_lost_host_of_the_store_cost_a_life_each_and_no_bit(
     assert "failed: rank 1 of 2 on node3 was killed by SIGKILL" in said
     assert "spare node4 takes the place of node2 (lost)" in said
     assert "Traceback" not in said
-    lives = read_events(bed.run, "life")
-    assert [(line["life"], line["cause"], line["host"]) for line in lives] == [
+    attempts = read_events(bed.run, "attempt")
+    assert [(line["attempt"], line["cause"], line["host"]) for line in attempts] == [
         (1, "killed", "node3"),
         (2, "lost_host", "node2"),
         (3, "finished", None),
     ]
-    for line, after in itertools.pairwise(lives):
+    for line, after in itertools.pairwise(attempts):
         assert 0 <= line["last_step"] - after["from_step"] <= 10
         assert after["from_step"] == line["saved_step"]
     assert chaos.final_weights(bed.run) == chaos.final_weights(clone / "runs" / "on2")

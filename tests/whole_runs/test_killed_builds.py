@@ -51,7 +51,7 @@ for which, more in enumerate(SHUFFLES):
 expected = [digest(root / f"whole{which}") for which in (0, 1)]
 assert expected[0] != expected[1]
 # Killed before the call number `first`, then every EVERY calls: together at every call there is.
-# EVERY is more than a shard takes, so that each life gets something done.
+# EVERY is more than a shard takes, so that each attempt gets something done.
 EVERY, kills = 20, 0
 for first in range(EVERY):
     out, left, more = root / f"c{first}", first, SHUFFLES[first % 2]

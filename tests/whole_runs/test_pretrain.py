@@ -73,7 +73,7 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
     assert config["train_batch_size"] == 8
     assert json.loads((pair / "layout.json").read_text())["data"] == 2
     assert json.loads((pair / "environment.json").read_text())["torch"]
-    kinds = ["began", "notice", "first_step", "saved", "finished", "life"]
+    kinds = ["began", "notice", "first_step", "saved", "finished", "attempt"]
     assert [event["kind"] for event in read_events(pair)] == kinds
 
 
@@ -404,6 +404,6 @@ def test_a_terminal_that_is_closed_preempts_the_run_with_a_save(clone):
         shown += os.read(terminal, 100_000)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGHUP
-    [life] = read_events(clone / "runs" / "closed", "life")
-    assert (life["cause"], life["status"]) == ("preempted", REQUEUE)
-    assert life["saved_step"] == life["last_step"]
+    [attempt] = read_events(clone / "runs" / "closed", "attempt")
+    assert (attempt["cause"], attempt["status"]) == ("preempted", REQUEUE)
+    assert attempt["saved_step"] == attempt["last_step"]

@@ -25,7 +25,7 @@ from record.history import read as read_history
 from record.records import read_events, read_metrics
 
 STEPS = 14
-# The sequence length is warmed up on the way, so every life begins or ends in it.
+# The sequence length is warmed up on the way, so every attempt begins or ends in it.
 SHORT = [
     f"steps={STEPS}", "checkpoint.interval=3", "eval_tokens=0",
     "seq_len_warmup=[[0,16],[5,32],[10,64]]",
@@ -102,7 +102,7 @@ def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
     assert done.returncode == FINISHED, done.stdout
     runs = clone / "runs"
     assert_same_run(runs / f"{name}-cut", runs / f"{name}-whole", exact=True)
-    assert [event["life"] for event in read_events(runs / f"{name}-cut", "life")] == [1, 2, 3]
+    assert [event["attempt"] for event in read_events(runs / f"{name}-cut", "attempt")] == [1, 2, 3]
     if name == "zero1":  # saved beside training; `straight` is the same run, saved in the step
         assert_same_run(runs / "zero1-whole", straight, exact=True)
 
@@ -141,13 +141,13 @@ def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, s
     not see the checkpoints, which it need not: rank 0 decides.
     """
     (clone / "sitecustomize.py").write_text(LAGGING)
-    lives = [
+    attempts = [
         (1, ["zero=1", "micro_batch=8"], 4),
         (2, ["zero=3", "micro_batch=1"], 7),
         (4, ["parallel.pipeline=2", "parallel.tensor=2", "micro_batch=2"], 11),
         (1, ["zero=3", "micro_batch=4"], STEPS),
     ]
-    for nproc, words, stop in lives:
+    for nproc, words, stop in attempts:
         given = ["run=reshaped", *SHORT, *words, f"stop_after={stop}"]
         done = start(clone, *given, nproc=nproc, LAGGING_RANK="1")
         assert done.returncode == FINISHED, done.stdout
@@ -212,7 +212,7 @@ def test_when_no_checkpoint_is_whole_the_run_refuses_to_start_over(warm, clone, 
     assert done.returncode == REFUSED
     assert "resume=fresh" in done.stdout
     assert len(lines_of(run)) == STEPS
-    assert epochs.read(run, epochs.newest(run)).is_released  # no other host waits for that life
+    assert epochs.read(run, epochs.newest(run)).is_released  # no other host waits for that attempt
     done = warm.start(*words, "resume=fresh", "stop_after=2")
     assert done.returncode == FINISHED, done.stdout
     assert len(lines_of(run)) == 2
@@ -340,6 +340,6 @@ def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tm
         assert "No space left" in json.dumps(failed[0])
         assert (tmp_path / "told").read_text() == "save_failed\n"  # of a series the first
         assert [step for step, _ in committed(mount)] == [12]
-        assert [event["cause"] for event in read_events(mount.parent, "life")] == ["finished"]
+        assert [event["cause"] for event in read_events(mount.parent, "attempt")] == ["finished"]
     finally:
         subprocess.run(["umount", str(mount)], check=True)

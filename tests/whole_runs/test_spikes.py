@@ -1,6 +1,7 @@
 """A sick run from the command line: it goes back, leaves data out, goes on, stops with a bundle.
 
-Two lives of one rank under one command, then one step of theirs repeated twice; faults.py makes the
+Two attempts of one rank under one command, then one step of theirs repeated twice; faults.py makes
+the
 clone's losses sick.
 """
 
@@ -19,7 +20,7 @@ from checkpoint.lineage import read, segments
 from record.records import read_events, read_metrics
 
 SECRET = "s3cr3t-Planted-91"
-# The second life trains data step s + 12 in step s, as the first went back behind data step 10.
+# The second attempt trains data step s + 12 in step s, as the first went back behind data step 10.
 STORM, SPIKE, SECOND_STORM = [20, 23], [40, 41], [50, 53]
 WORDS = [
     "run=sick", "steps=60", "eval_tokens=0", "checkpoint.interval=5", "checkpoint.keep=20",
@@ -29,7 +30,7 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory):
+def attempts(tmp_path_factory):
     """(clone, run folder, how the command ended)."""
     clone = make_clone(tmp_path_factory.mktemp("spikes"))
     infect(
@@ -46,22 +47,22 @@ def lives(tmp_path_factory):
     return clone, clone / "runs" / "sick", end
 
 
-def test_a_storm_of_nan_takes_the_run_back_and_leaves_its_data_out(lives):
-    _, run, _ = lives
-    first = read_events(run, "life")[0]
+def test_a_storm_of_nan_takes_the_run_back_and_leaves_its_data_out(attempts):
+    _, run, _ = attempts
+    first = read_events(run, "attempt")[0]
     assert (first["cause"], first["status"]) == ("rewound", REWOUND)
     opened = segments(read(run))
     assert [(line["who"], line["parent"]["step"]) for line in opened[1:]] == [("policy", 10)]
     assert [skip["range"] for skip in opened[1]["skips"]] == [[10, 23]]
-    skipped = [event for event in read_events(run, "skipped") if event["life"] == 1]
+    skipped = [event for event in read_events(run, "skipped") if event["attempt"] == 1]
     assert [(e["step"], e["data_step"]) for e in skipped] == [(21, 20), (22, 21), (23, 22)]
     assert [e["verdict"] for e in skipped] == ["skip", "skip", "roll_back"]
     (verdict,) = read_events(run, "roll_back")
     assert (verdict["to_step"], verdict["skip"]) == (10, [10, 23])
 
 
-def test_the_next_life_goes_on_and_a_spike_does_not_touch_the_weights(lives):
-    _, run, end = lives
+def test_the_next_life_goes_on_and_a_spike_does_not_touch_the_weights(attempts):
+    _, run, end = attempts
     lines = {line["step"]: line for line in read_metrics(run, segment=1)}
     assert min(lines) == 11
     assert max(lines) == 40
@@ -73,11 +74,11 @@ def test_the_next_life_goes_on_and_a_spike_does_not_touch_the_weights(lives):
     assert "SKIPPED: an outlier" in end.stdout
 
 
-def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(lives):
-    clone, run, end = lives
+def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(attempts):
+    clone, run, end = attempts
     assert end.returncode == DO_NOT_RETRY, end.stdout
     assert "1 rewinds within 100 steps did not cure it" in end.stdout
-    assert [event["cause"] for event in read_events(run, "life")] == ["rewound", "gave_up"]
+    assert [event["cause"] for event in read_events(run, "attempt")] == ["rewound", "gave_up"]
     assert not read_events(run, "stopped")
     bundle = run / "bundles" / "step-00000040"
     verdict = json.loads((bundle / "verdict.json").read_text())
@@ -91,8 +92,8 @@ def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(lives):
         assert SECRET not in path.read_text(), path
 
 
-def test_a_skipped_step_is_repeated_to_the_bit(lives):
-    clone, run, _ = lives
+def test_a_skipped_step_is_repeated_to_the_bit(attempts):
+    clone, run, _ = attempts
     command = [sys.executable, "-m", "commands.replay"]
     done = run_command([*command, "sick", "--step", "28"], 240, clone, PYTHONPATH=str(clone))
     assert done.returncode == 0, done.stdout

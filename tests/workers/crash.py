@@ -1,6 +1,6 @@
 """A run in small, killed with SIGKILL at every moment of a save: the matrix behind `make crash`.
 
-    life: lease -> load -> step, ledger, save (sync or async), step, ... -> last save -> release
+    attempt: lease -> load -> step, ledger, save (sync or async), step, ... -> last save -> release
     moments of a save = what the product announces (`point`) + each call that changes a file or
                         waits for the others, seen by replacing os.* in the ranks
 
@@ -173,7 +173,7 @@ def trained(step: int, rank: int) -> list:
 
 
 def live(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> dict[str, Any]:
-    """One life of one rank, to the last step."""
+    """One attempt of one rank, to the last step."""
     torch.set_num_threads(1)
     rank = main.rank
     held = lease.take(run, 0, os._exit) if rank == 0 else None
@@ -215,7 +215,7 @@ def live(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> 
 
 
 def start_ranks(run: Path, mode: str, stop: Case | None, step: int) -> list[dict | None]:
-    """A life of all ranks; what each returned, None where it was killed or lost the others."""
+    """An attempt of all ranks; what each returned, None where it was killed or lost the others."""
     run.mkdir(exist_ok=True)
     links = [[multiprocessing.Pipe() for _ in range(WORLD - 1)] for _ in range(2)]
     answers = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD)]
@@ -244,7 +244,7 @@ def start_ranks(run: Path, mode: str, stop: Case | None, step: int) -> list[dict
 def _answer(receive: Any, pids: list[int]) -> dict | None:
     if not receive.poll(LIMIT_S):
         os.killpg(pids[0], signal.SIGKILL)
-        raise AssertionError(f"no end of a life after {LIMIT_S:.0f} s: a rank waits for ever")
+        raise AssertionError(f"no end of an attempt after {LIMIT_S:.0f} s: a rank waits for ever")
     try:
         return json.loads(receive.recv())
     except EOFError:

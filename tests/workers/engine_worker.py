@@ -38,7 +38,7 @@ from runtime.engine.batches import to_device
 from runtime.engine.communication import Counter
 from runtime.engine.engine import Engine, StepResult, build
 from runtime.process import process
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 FILES = ("zero1", "zero2", "zero3", "zero3_offload", "pipeline")
 BATCH = 8
@@ -92,9 +92,11 @@ def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knob
     return dataclasses.replace(recipe, batch_tokens=BATCH * recipe.seq_len)
 
 
-def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, targets=None, judge=None):
+def one_step(
+    engine: Engine, stream: Stream, resolved: Resolved, step: int, targets=None, judge=None
+):
     """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
-    me, layout = engine.process, settled.layout
+    me, layout = engine.process, resolved.layout
     data = stream.step(step, me.rank, layout.data, layout.micro_batch)
     batches = [to_device(batch, me.device) for batch in data.micro_batches]
     engine.set_lr(1e-2)
@@ -105,31 +107,31 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int, target
 def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
     reads.seen.clear()
     schedule = schedule_of(recipe)
-    settled = settle(recipe, process.launched_world(), schedule)
+    resolved = resolve(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), 64)
-    engine = build(recipe, settled.layout, settled.config, me)
-    one_step(engine, stream, settled, 1)
+    engine = build(recipe, resolved.layout, resolved.config, me)
+    one_step(engine, stream, resolved, 1)
     counter.take()
-    one_step(engine, stream, settled, 2)
+    one_step(engine, stream, resolved, 2)
     collectives = [(c.function, c.bytes, c.in_backward) for c in counter.take()]
     before = full_weights(engine)
-    poisoned = one_step(engine, stream, settled, 3, targets=0)
+    poisoned = one_step(engine, stream, resolved, 3, targets=0)
     after = full_weights(engine)
-    healed = one_step(engine, stream, settled, 4)
+    healed = one_step(engine, stream, resolved, 4)
     moved = full_weights(engine)
     return {
-        "expected_class": settled.engine.optimizer_class,
+        "expected_class": resolved.engine.optimizer_class,
         "class": type(engine.ds.optimizer).__name__,
         "read": sorted(reads.seen),
-        "parameters": settled.num_parameters,
+        "parameters": resolved.num_parameters,
         "collectives": collectives,
         "poisoned": facts(poisoned),
         "healed": facts(healed),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "moved": not all(torch.equal(moved[name], after[name]) for name in after),
         "gate": gate_facts(engine, lambda step, judge: one_step(
-            engine, stream, settled, step, judge=judge
+            engine, stream, resolved, step, judge=judge
         )),
     }  # fmt: skip
 

@@ -34,7 +34,7 @@ def install() -> None:
 
     faults = json.loads(Path(__file__).with_name("FAULTS.json").read_text())
     rank = process.launched_rank()
-    begin, plain = health_monitor.Guard.begin, loss.cross_entropy
+    begin, plain = health_monitor.HealthMonitor.begin, loss.cross_entropy
     now = {"data_step": -1}
 
     def noting(self, data):
@@ -49,5 +49,5 @@ def install() -> None:
                 value = value * float(fault["factor"])
         return value
 
-    health_monitor.Guard.begin = noting
+    health_monitor.HealthMonitor.begin = noting
     loss.cross_entropy = sharded_modules.cross_entropy = sick

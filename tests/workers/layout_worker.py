@@ -32,7 +32,7 @@ from recipes.schema import Optim, Parallel, Recipe
 from runtime.engine.batches import to_device
 from runtime.engine.engine import Engine, build
 from runtime.process import process
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 RANKS = functools.cache(Ranks)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
@@ -70,44 +70,44 @@ def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
 
 
 def engine_of(recipe: Recipe) -> tuple[Engine, Stream, Any]:
-    """An engine in this launch's process group, its stream and what was settled."""
+    """An engine in this launch's process group, its stream and what was resolved."""
     schedule = schedule_of(recipe)
-    settled = settle(recipe, process.launched_world(), schedule)
+    resolved = resolve(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, SEQ_LEN, schedule, Path("/"), WORDS)
-    return build(recipe, settled.layout, settled.config, me), stream, settled
+    return build(recipe, resolved.layout, resolved.config, me), stream, resolved
 
 
 def run_case(case: Case, corpus: Path) -> dict:
     recipe = recipe_of(case, corpus)
-    engine, stream, settled = engine_of(recipe)
-    seen = train(engine, stream, recipe, settled, STEPS)
-    layout, device = settled.layout, engine.process.device
+    engine, stream, resolved = engine_of(recipe)
+    seen = train(engine, stream, recipe, resolved, STEPS)
+    layout, device = resolved.layout, engine.process.device
     batches = stream.evaluation(
         engine.mesh.place.data, layout.data, layout.micro_batch, EVAL_TOKENS
     )
     seen["eval"] = float(engine.evaluate(to_device(batch, device) for batch in batches))
     seen["replicas"] = replicas_differ(engine)
     seen["drifted"] = differing(RANKS().exchange(summary(engine.replicas()), "replicas"))
-    seen["memory"] = memory(engine, stream, recipe, settled)
+    seen["memory"] = memory(engine, stream, recipe, resolved)
     return seen | {"update_norm": sgd_update_norm(recipe)}
 
 
-def memory(engine: Engine, stream: Stream, recipe: Recipe, settled: Any) -> list[dict]:
+def memory(engine: Engine, stream: Stream, recipe: Recipe, resolved: Any) -> list[dict]:
     """Bytes of each rank, counted in one more step: what autograd keeps, master weights and
     moments; and what the dry run and `make show` say of them.
     """
     with Kept(engine.model, recipe.seq_len) as kept:
-        train(engine, stream, recipe, settled, STEPS, first=STEPS)
+        train(engine, stream, recipe, resolved, STEPS, first=STEPS)
     states = {}
     for master, moments in engine.ds.optimizer.optimizer.state.items():
         for tensor in (master, *moments.values()):
             if torch.is_tensor(tensor) and tensor.numel() > 1:
                 states[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    shown = show.state(recipe, settled)["gib"]
+    shown = show.state(recipe, resolved)["gib"]
     mine = {
         "kept": kept.most,
-        **activations(recipe, settled.layout, engine.mesh.place),
+        **activations(recipe, resolved.layout, engine.mesh.place),
         "optimizer": sum(states.values()),
         "shown": (shown["master"] + shown["moments"]) * 2**30,
     }
@@ -134,9 +134,9 @@ def sgd_update_norm(recipe: Recipe) -> float:
     """Norm of the change of the full model's weights in one SGD step at rate 1 with clip 0.1."""
     optim = Optim(name="sgd", lr=1.0, clip=0.1, weight_decay=0.0, schedule="constant")
     recipe = dataclasses.replace(recipe, optim=optim, warmup=0)
-    engine, stream, settled = engine_of(recipe)
+    engine, stream, resolved = engine_of(recipe)
     before = own_weights(engine)
-    train(engine, stream, recipe, settled, 1)
+    train(engine, stream, recipe, resolved, 1)
     after = own_weights(engine)
     changes = [(after[name] - before[name]).double().square().sum() for name in after]
     total = torch.stack([torch.zeros((), dtype=torch.float64), *changes]).sum()

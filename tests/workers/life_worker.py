@@ -1,6 +1,7 @@
 """A rank without torch that keeps the record of a run as rank 0 does, and ends as it is told.
 
-    life_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each life [newest step, saved step, ending]
+    life_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each attempt [newest step, saved step,
+    ending]
 
 ENDING: an exit status, `kill`, `oom` (words of torch), `wait`, `vanish` (before anything begins),
 `stop` (by the health policy, with a bundle of its own).
@@ -30,18 +31,18 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         (folder / "recipe.yaml").write_text("steps: 9\n")
         before = attempts.mark(folder)
-        life = attempts.next_number(folder)
+        attempt = attempts.next_number(folder)
         launch = os.environ[attempts.LAUNCH]
-        record_event(folder, "began", life=life, launch=launch, after_step=before.saved_step)
+        record_event(folder, "began", attempt=attempt, launch=launch, after_step=before.saved_step)
         for n in range(before.saved_step + 1, step + 1):
-            append_line(folder / "metrics.jsonl", {"segment": 0, "step": n, "life": life})
+            append_line(folder / "metrics.jsonl", {"segment": 0, "step": n, "attempt": attempt})
         if saved:
             (folder / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True, exist_ok=True)
-            record_event(folder, "saved", life=life, step=saved)
+            record_event(folder, "saved", attempt=attempt, step=saved)
         if ending == "stop":
-            record_event(folder, "stop", life=life, bundle="bundles/step-00000004")
+            record_event(folder, "stop", attempt=attempt, bundle="bundles/step-00000004")
         if ending == 0:
-            record_event(folder, "finished", life=life)
+            record_event(folder, "finished", attempt=attempt)
     print(f"password={os.environ.get('MY_PASSWORD')}", file=sys.stderr)
     if ending == "oom":
         print("Traceback (most recent call last):", file=sys.stderr)

@@ -27,7 +27,7 @@ from runtime.engine.batches import gather_hashes, to_device
 from runtime.engine.engine import Engine, build
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 STEPS = 10
 BATCH = 16  # sequences
@@ -77,15 +77,17 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
 
 
 def train(
-    engine: Engine, stream: Stream, recipe: Recipe, settled: Settled, steps: int, first: int = 1
+    engine: Engine, stream: Stream, recipe: Recipe, resolved: Resolved, steps: int, first: int = 1
 ) -> dict:
     """Updates `first` to `steps`; losses, norms and batch hashes of each."""
-    layout, me = settled.layout, engine.process
+    layout, me = resolved.layout, engine.process
     data_rank = layout.coordinates(me.rank).data
     seen: dict[str, list] = {"loss": [], "norm": [], "hash": []}
     for step in range(first, steps + 1):
         data = stream.step(step, data_rank, layout.data, layout.micro_batch)
-        engine.set_lr(learning_rate(step, recipe.optim, settled.warmup_steps, settled.total_steps))
+        engine.set_lr(
+            learning_rate(step, recipe.optim, resolved.warmup_steps, resolved.total_steps)
+        )
         batches = [to_device(batch, me.device) for batch in data.micro_batches]
         result = engine.train_step(batches, data.num_targets, data.num_tokens)
         own = np.concatenate([batch.sample_hashes for batch in data.micro_batches])
@@ -140,12 +142,12 @@ def main(out: Path, corpus: Path, precision: str) -> None:
 def run_case(recipe: Recipe, world: int) -> dict:
     """Train, then one SGD step with rate 1 whose update must have the clip's norm."""
     schedule = schedule_of(recipe)
-    settled = settle(recipe, world, schedule)
+    resolved = resolve(recipe, world, schedule)
     me = start_once(recipe)
     stream = open_stream(recipe.data, recipe.seed, SEQ_LEN, schedule, Path("/"), 64)
-    engine = build(recipe, settled.layout, settled.config, me)
+    engine = build(recipe, resolved.layout, resolved.config, me)
     initial = digest(full_weights(engine))
-    seen = train(engine, stream, recipe, settled, STEPS)
+    seen = train(engine, stream, recipe, resolved, STEPS)
     return seen | {
         "initial": initial,
         "optimizer": type(engine.ds.optimizer).__name__,
@@ -159,10 +161,10 @@ def sgd_update_norm(recipe: Recipe, world: int, stream: Stream) -> float:
 
     optim = Optim(name="sgd", lr=1.0, clip=0.1, weight_decay=0.0, schedule="constant")
     recipe = dataclasses.replace(recipe, optim=optim, warmup=0)
-    settled = settle(recipe, world, stream.schedule)
-    engine = build(recipe, settled.layout, settled.config, start_once(recipe))
+    resolved = resolve(recipe, world, stream.schedule)
+    engine = build(recipe, resolved.layout, resolved.config, start_once(recipe))
     before = full_weights(engine)
-    train(engine, stream, recipe, settled, 1)
+    train(engine, stream, recipe, resolved, 1)
     after = full_weights(engine)
     return float(sum((after[name] - before[name]).double().square().sum() for name in after).sqrt())
 

@@ -29,7 +29,7 @@ from runtime.engine.batches import to_device
 from runtime.engine.engine import Engine, build
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 STEPS, EVAL_TOKENS = 6, 12 * SEQ_LEN
 RAMP = ((0, 8 * SEQ_LEN), (3, 16 * SEQ_LEN))
@@ -70,23 +70,23 @@ class Run:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         schedule = schedule_of(recipe)
-        self.settled: Settled = settle(recipe, process.launched_world(), schedule)
+        self.resolved: Resolved = resolve(recipe, process.launched_world(), schedule)
         self.me = start_once(recipe)
         self.stream: Stream = open_stream(
             recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), recipe.model.vocab_size
         )
-        self.engine: Engine = build(recipe, self.settled.layout, self.settled.config, self.me)
+        self.engine: Engine = build(recipe, self.resolved.layout, self.resolved.config, self.me)
         self.data_rank = self.engine.mesh.place.data
 
     def batches(self, step: int) -> tuple[Any, list[dict[str, Any]]]:
-        layout = self.settled.layout
+        layout = self.resolved.layout
         data = self.stream.step(step, self.data_rank, layout.data, layout.micro_batch)
         return data, [to_device(batch, self.me.device) for batch in data.micro_batches]
 
     def step(self, step: int, targets: int | None = None, judge=None):
         """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
-        settled = self.settled
-        rate = learning_rate(step, self.recipe.optim, settled.warmup_steps, settled.total_steps)
+        resolved = self.resolved
+        rate = learning_rate(step, self.recipe.optim, resolved.warmup_steps, resolved.total_steps)
         self.engine.set_lr(rate)
         data, micro_batches = self.batches(step)
         count = data.num_targets if targets is None else targets
@@ -94,9 +94,9 @@ class Run:
 
     def evaluate(self) -> float:
         """Held-out loss, in micro-batches of another size and number than those of training."""
-        rows = 3 if self.settled.layout.data == 1 else 2
+        rows = 3 if self.resolved.layout.data == 1 else 2
         batches = self.stream.evaluation(
-            self.data_rank, self.settled.layout.data, rows, EVAL_TOKENS
+            self.data_rank, self.resolved.layout.data, rows, EVAL_TOKENS
         )
         return float(self.engine.evaluate(to_device(batch, self.me.device) for batch in batches))
 
@@ -111,7 +111,7 @@ def everyone(value: Any) -> list[Any]:
 def run_case(recipe: Recipe, sent: list[int]) -> dict[str, Any]:
     """Train, evaluate in the middle, poison one step; what the ranks saw."""
     run = Run(recipe)
-    stage, layout = run.engine.model, run.settled.layout
+    stage, layout = run.engine.model, run.resolved.layout
     names = {
         name: tuple(parameter.shard.full if layout.tensor > 1 else parameter.shape)
         for name, parameter in stage.named_parameters()
@@ -169,7 +169,7 @@ def bubble(recipe: Recipe) -> dict[str, float]:
         begin = time.perf_counter()
         run.engine.train_step(micro_batches, data.num_targets, data.num_tokens)
         took.append(time.perf_counter() - begin)
-    count, stages = len(micro_batches), run.settled.layout.pipeline
+    count, stages = len(micro_batches), run.resolved.layout.pipeline
     return {
         "measured": 1 - 3 * SLEEP_S * count / min(took),
         "formula": (stages - 1) / (count + stages - 1),

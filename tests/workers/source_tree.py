@@ -39,15 +39,15 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 @functools.cache
-def verbs() -> dict[str, str]:
-    """Verb of the Makefile -> module it runs, where it runs one of ours."""
+def commands_of_make() -> dict[str, str]:
+    """Command of the Makefile -> module it runs, where it runs one of ours."""
     found = {}
-    for verb, recipe in re.findall(
+    for command, recipe in re.findall(
         r"^([a-z-]+):.*?## .*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
     ):
         module = re.search(r"-m ([\w.]+)", recipe)
         if module:
-            found[verb] = module.group(1)
+            found[command] = module.group(1)
     return found
 
 

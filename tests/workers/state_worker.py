@@ -40,7 +40,7 @@ def live(parameters) -> dict[int, int]:
     return found
 
 
-def settled(model: nn.Module) -> int:
+def resolved(model: nn.Module) -> int:
     """Bytes held; the least of three looks, as gloo's threads let go of a tensor a moment later."""
     looks = []
     for _ in range(3):
@@ -84,7 +84,7 @@ def measure(deepspeed, zero, precision: str, accumulation: int, extra: list[str]
             engine.set_gradient_accumulation_boundary(index == accumulation - 1)
             engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).mean())
             if step == 1:
-                most = max(most, settled(model))
+                most = max(most, resolved(model))
             engine.step()
     parts = state_bytes(
         config.stage,

@@ -42,7 +42,7 @@ from runtime.engine.batches import to_device
 from runtime.engine.communication import FUNCTIONAL, Counter, bytes_by_kind
 from runtime.engine.engine import Engine, decoder_config
 from runtime.process import process
-from runtime.resolve import Settled, settle
+from runtime.resolve import Resolved, resolve
 
 NAMES = {
     "all_reduce": ALL_REDUCE,
@@ -74,9 +74,9 @@ class Order(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def one_step(engine: Engine, stream: Stream, settled: Settled, step: int):
+def one_step(engine: Engine, stream: Stream, resolved: Resolved, step: int):
     """Update number `step`."""
-    layout, me = settled.layout, engine.process
+    layout, me = resolved.layout, engine.process
     data = stream.step(step, engine.mesh.place.data, layout.data, layout.micro_batch)
     batches = [to_device(batch, me.device) for batch in data.micro_batches]
     engine.set_lr(1e-3)
@@ -86,14 +86,14 @@ def one_step(engine: Engine, stream: Stream, settled: Settled, step: int):
 def counts(case: Case, corpus: Path, counter: Counter) -> dict:
     """Bytes that one step says, and those of the formulas; parameters held, and those foretold."""
     recipe = recipe_of(case, corpus)
-    engine, stream, settled = engine_of(recipe)
+    engine, stream, resolved = engine_of(recipe)
     is_initial = has_initial_weights(engine, recipe)
-    one_step(engine, stream, settled, 1)
+    one_step(engine, stream, resolved, 1)
     counter.take()
-    one_step(engine, stream, settled, 2)
+    one_step(engine, stream, resolved, 2)
     said = [call for call in counter.take() if call.function.startswith(FUNCTIONAL)]
     heard = {NAMES[kind]: size for kind, size in bytes_by_kind(said).items()}
-    layout = settled.layout
+    layout = resolved.layout
     foretold = tensor_bytes(recipe, layout, case.accumulation)
     foretold += context_bytes(recipe, layout, case.accumulation)
     held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
@@ -161,7 +161,7 @@ def settle_layout(recipe):
     from data.stream.schedule import schedule_of
 
     schedule = schedule_of(recipe)
-    return settle(recipe, dist.get_world_size(), schedule).layout
+    return resolve(recipe, dist.get_world_size(), schedule).layout
 
 
 def part(full: torch.Tensor, parameter: torch.nn.Parameter, shape) -> torch.Tensor:
@@ -210,12 +210,12 @@ def stage_3_gathers(corpus: Path, heard: list[int]) -> dict:
     for accumulation in (1, 2):
         case = Case(data=2, stage=3, accumulation=accumulation)
         recipe = recipe_of(case, corpus, ds={"zero_optimization": PERSIST_NOTHING})
-        engine, stream, settled = engine_of(recipe)
-        one_step(engine, stream, settled, 1)
+        engine, stream, resolved = engine_of(recipe)
+        one_step(engine, stream, resolved, 1)
         heard.clear()
-        one_step(engine, stream, settled, 2)
+        one_step(engine, stream, resolved, 2)
         found["heard"].append([len(heard), sum(heard)])
-    found["foretold"] = gathers(recipe, settled.layout, settled.config)
+    found["foretold"] = gathers(recipe, resolved.layout, resolved.config)
     return found
 
 
@@ -226,10 +226,10 @@ def selective_says_nothing_more(corpus: Path) -> list[int]:
     """
     numbers = []
     for recompute in ("none", "selective"):
-        engine, stream, settled = engine_of(recipe_of(Case(tensor=2, recompute=recompute), corpus))
+        engine, stream, resolved = engine_of(recipe_of(Case(tensor=2, recompute=recompute), corpus))
         group = engine.mesh.tensor.group
         before = group._get_sequence_number_for_group()
-        one_step(engine, stream, settled, 1)
+        one_step(engine, stream, resolved, 1)
         numbers.append(group._get_sequence_number_for_group() - before)
     return numbers
 
@@ -238,8 +238,8 @@ def replicas(corpus: Path) -> dict:
     """After LONG steps: replicated weights that differ, and whether the loss fell."""
     recipe = recipe_of(Case(tensor=2, accumulation=1), corpus)
     recipe = dataclasses.replace(recipe, steps=LONG, batch_tokens=4 * 32, micro_batch=4)
-    engine, stream, settled = engine_of(recipe)
-    losses = [float(one_step(engine, stream, settled, step).loss) for step in range(1, LONG + 1)]
+    engine, stream, resolved = engine_of(recipe)
+    losses = [float(one_step(engine, stream, resolved, step).loss) for step in range(1, LONG + 1)]
     return {"differ": replicas_differ(engine), "first": losses[0], "last": losses[-1]}
 
 
@@ -269,12 +269,12 @@ def main(out: Path, corpus: Path) -> None:
 
 def fail_in_a_step(corpus: Path) -> None:
     """Rank 1 raises where rank 0 waits for it inside a block."""
-    engine, stream, settled = engine_of(recipe_of(Case(tensor=2), corpus))
+    engine, stream, resolved = engine_of(recipe_of(Case(tensor=2), corpus))
     if dist.get_rank() == 1:
         raise UserError("rank 1 gives up in the middle of a step")
     began = time.monotonic()
     try:
-        one_step(engine, stream, settled, 1)
+        one_step(engine, stream, resolved, 1)
     finally:
         print(f"rank 0 was released after {time.monotonic() - began:.1f} s", flush=True)
 

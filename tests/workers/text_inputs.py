@@ -35,7 +35,7 @@ def write_files(folder: Path, files: dict[str, bytes | str]) -> Path:
     return folder
 
 
-def build(source, out: Path, *words: str, workers=1, tokenizer=None, say=lambda text: None) -> dict:
+def build(source, out: Path, *words: str, workers=1, tokenizer=None, log=lambda text: None) -> dict:
     """The manifest of a corpus built with knobs as words; nothing is held out but by them."""
     words = (
         words
@@ -46,7 +46,7 @@ def build(source, out: Path, *words: str, workers=1, tokenizer=None, say=lambda 
         )
     )
     tokenizer = tokenizer or byte_tokenizer()
-    return build_corpus(str(source), out, tokenizer, read_settings(words), workers, say)
+    return build_corpus(str(source), out, tokenizer, read_settings(words), workers, log)
 
 
 def texts_of(folder: Path, split: str = "train") -> list[str]:

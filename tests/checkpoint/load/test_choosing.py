@@ -289,8 +289,8 @@ def test_what_cannot_be_judged_here_is_said_and_is_no_traceback(run, capsys):
     assert lister.main([str(run)]) == 1
     assert "written in format 2" in capsys.readouterr().out
     (run / "history.jsonl").write_text("no line\n")
-    for verb in (lister, verifier):
-        assert verb.main([str(run)]) == 93
+    for command in (lister, verifier):
+        assert command.main([str(run)]) == 93
         assert "refused: " in (said := capsys.readouterr().err)
         assert "line 1 is damaged" in said
     for result in run_threads(WORLD, lambda comm: at_step(run, 90, comm)):

@@ -51,7 +51,7 @@ def test_what_changes_after_the_call_reaches_no_file_and_the_files_are_those_of_
     start."""
     torch.manual_seed(3)
     ranks = cut_flat(tensors(5), WORLD)
-    gate, changed = threading.Event(), threading.Barrier(WORLD)
+    update_gate, changed = threading.Event(), threading.Barrier(WORLD)
     random_now = random_states()
 
     def one(comm, background):
@@ -64,7 +64,7 @@ def test_what_changes_after_the_call_reaches_no_file_and_the_files_are_those_of_
 
         def hold(name, rank):
             if name == "exchange prepare":
-                gate.wait(LONG)
+                update_gate.wait(LONG)
 
         saver.begin(tmp_path / "async", 5, own, state, local=local, point=hold)
         for fragment in own:
@@ -78,7 +78,7 @@ def test_what_changes_after_the_call_reaches_no_file_and_the_files_are_those_of_
         changed.wait(LONG)
         assert saver.in_flight == 5
         assert saver.take() is None
-        gate.set()
+        update_gate.set()
         return saver.take(LONG)
 
     assert all(r.ok for r in run_threads(WORLD, lambda comm: one(comm, background=False)))
@@ -91,17 +91,17 @@ def test_what_changes_after_the_call_reaches_no_file_and_the_files_are_those_of_
 def test_the_pointer_moves_only_after_every_file_is_durable(tmp_path):
     """CKP-25: while any rank still writes, and training goes on, the newest checkpoint is old."""
     assert all(report.ok for report in begin_on_all(tmp_path, 1))
-    gate, seen = threading.Event(), []
+    update_gate, seen = threading.Event(), []
 
     def point(name, rank):
         if (name, rank) == ("fsync data", WORLD - 1):
-            gate.wait(LONG)
+            update_gate.wait(LONG)
 
     def look(fragments):
         hint = (tmp_path / "checkpoints" / "latest").read_text()
         seen.append((hint, steps(tmp_path), load_on_all(tmp_path)[0][0].step))
         if len(seen) == WORLD:
-            gate.set()
+            update_gate.set()
 
     reports = begin_on_all(tmp_path, 2, look, point)
     assert all(report.ok for report in reports)

@@ -90,7 +90,7 @@ def test_each_life_has_the_next_epoch_and_a_second_one_is_refused(tmp_path):
 
 
 def test_a_supervisor_takes_the_run_from_a_life_on_a_host_that_it_has_lost(tmp_path, monkeypatch):
-    """A partition: the old life goes on, renews and has the lock; it can write nothing more."""
+    """A partition: the old attempt goes on, renews and has the lock; it can write nothing more."""
     monkeypatch.setenv(run_folder.FAMILY, "one")
     old = run_folder.open_folder(tmp_path / "run", {}, False)
     new = run_folder.open_folder(tmp_path / "run", {}, False)
@@ -161,7 +161,9 @@ def test_a_holder_elsewhere_is_watched_refused_while_it_renews_followed_when_sil
 
 
 def _stop_at(run, moment, results):
-    """A life that saves steps 1 and 2, and is stopped by the kernel at `moment` of the second."""
+    """An attempt that saves steps 1 and 2, and is stopped by the kernel at `moment` of the
+    second.
+    """
     lease.RENEW_S, lease.LEASE_S = 0.1, 0.6
     lease._or_random = lambda read: "host A"
     mine = take(run, lost=lambda problem: None)
@@ -197,7 +199,7 @@ MOMENTS = ["exchange prepare", "write data", "commit", "after the last check", "
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_writer_that_was_stopped_and_wakes_up_makes_nothing_final(tmp_path, short, moment):
-    """SIGSTOP for longer than the lease, a second life, SIGCONT; as two hosts, without locks."""
+    """SIGSTOP for longer than the lease, a second attempt, SIGCONT; as two hosts, without locks."""
     run, results = tmp_path / "run", multiprocessing.get_context("fork").SimpleQueue()
     old = in_child(_stop_at, run, moment, results)
     assert os.WIFSTOPPED(os.waitpid(old.pid, os.WUNTRACED)[1])
@@ -259,7 +261,7 @@ def test_what_a_fenced_writer_commits_all_the_same_is_no_checkpoint(tmp_path):
     results, same = load_on_all(tmp_path)
     assert same
     assert {result.step for result in results} == {1}
-    # It is not in the way of the life that has the run, and no later life believes it.
+    # It is not in the way of the attempt that has the run, and no later attempt believes it.
     assert all(r.ok for r in save_on_all(tmp_path, 4, fence=Late()))
     assert all(r.ok for r in save_on_all(tmp_path, 3, fence=second))
     second.release()

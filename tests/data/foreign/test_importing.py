@@ -26,10 +26,10 @@ FLAT = [i for ids in DOCUMENTS for i in ids]
 LENGTHS = [len(ids) for ids in DOCUMENTS]
 
 
-def bring(source, out, *words, tokenizer=None, say=lambda text: None, is_quick=False):
+def bring(source, out, *words, tokenizer=None, log=lambda text: None, is_quick=False):
     words = words if tokenizer else ("vocab_size=1000", "eod_id=0", *words)
     settings = read_words(ImportSettings, words, "make corpus-import")
-    return import_corpus(str(source), out, tokenizer, settings, say, is_quick)
+    return import_corpus(str(source), out, tokenizer, settings, log, is_quick)
 
 
 def megatron(folder, code=8, kind="<u2", documents=DOCUMENTS, name="s"):
@@ -95,7 +95,7 @@ def test_documents_of_several_sequences_of_none_and_without_an_end(tmp_path):
     said = []
     expected = [[5, 6, 0], [7, 8, 9, 0], [4]]
     for name, words in (("c", ()), ("d", ("copy=true",))):
-        manifest = bring(tmp_path / "in" / "s", tmp_path / name, *words, say=said.append)
+        manifest = bring(tmp_path / "in" / "s", tmp_path / name, *words, log=said.append)
         assert tokens_of(tmp_path / name) == expected
         assert manifest["eod_policy"] == "as found"
     assert any("1 of 3 documents do not end with the end id 0" in text for text in said)
@@ -107,7 +107,7 @@ def test_an_index_that_does_not_end_and_offsets_that_wrapped_are_mended_aloud(tm
     offsets = (np.cumsum([0, *LENGTHS[:-1]]) * 2).tolist()
     encode(tmp_path / "in", 8, LENGTHS, offsets, [0, 1, 2, 3], ids)
     said = []
-    bring(tmp_path / "in" / "s", tmp_path / "c", say=said.append)
+    bring(tmp_path / "in" / "s", tmp_path / "c", log=said.append)
     assert tokens_of(tmp_path / "c") == DOCUMENTS
     assert "the document array ends at 3" in said[0]
 
@@ -160,7 +160,7 @@ def test_datatrove_files_give_their_documents(tmp_path):
     loss.write_bytes(b"\1\1\0\0" + b"\1" * 11)
     with pytest.raises(UserError, match=r"x.ds.loss: takes 2 tokens out .*loss=ignore"):
         bring(tmp_path / "b", tmp_path / "d")
-    bring(tmp_path / "b", tmp_path / "d", "loss=ignore", say=said.append)
+    bring(tmp_path / "b", tmp_path / "d", "loss=ignore", log=said.append)
     assert tokens_of(tmp_path / "d") == DOCUMENTS
     assert "2 tokens give loss although .loss files take them out" in said
     with pytest.raises(UserError, match="loss=no: is neither keep nor ignore"):
@@ -184,7 +184,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
         folder.mkdir()
         np.array([*FLAT, 4, 4], dtype=kind).tofile(folder / "part-0.npy")
         said = []
-        bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", say=said.append)
+        bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", log=said.append)
         assert tokens_of(tmp_path / f"c{kind}") == [*DOCUMENTS, [4, 4]]
         assert any("1 of 5 documents do not end" in text for text in said)
     with pytest.raises(UserError, match="has no index that says its type; say it"):
@@ -308,7 +308,7 @@ def test_a_quick_import_reads_no_token_and_gives_the_same_run(tmp_path, monkeypa
     said = []
     with monkeypatch.context() as patch:
         patch.setattr("data.foreign.token_files.np.fromfile", None)  # what reads tokens
-        manifest = bring(prefix, tmp_path / "q", is_quick=True, say=said.append)
+        manifest = bring(prefix, tmp_path / "q", is_quick=True, log=said.append)
     assert "no token was read" in said[0]
     assert manifest["not_read"]
     assert {path.name for path in (tmp_path / "q").iterdir()} == {
@@ -357,14 +357,14 @@ def test_contiguous_shares_of_each_file_as_megatron_cuts_them(tmp_path, monkeypa
         documents = [[1 + first + number, 0] for number in range(125)]
         megatron(tmp_path / "in", documents=documents, name=name)
     said = []
-    manifest = bring(tmp_path / "in", tmp_path / "c", "split=969,30,1", say=said.append)
+    manifest = bring(tmp_path / "in", tmp_path / "c", "split=969,30,1", log=said.append)
     # 125 documents: Megatron's int(round(0.969 * 125)) = 121, int(round(0.999 * 125)) = 125
     assert tokens_of(tmp_path / "c", "valid") == [
         [1 + first + number, 0] for first in (0, 500) for number in range(121, 125)
     ]
     assert len(tokens_of(tmp_path / "c")) == 2 * 121
     assert manifest["counts"] == {"documents": 250, "documents_without_end": 0}
-    manifest = bring(tmp_path / "in", tmp_path / "d", "split=8,1,1", say=said.append)
+    manifest = bring(tmp_path / "in", tmp_path / "d", "split=8,1,1", log=said.append)
     assert manifest["counts"]["documents_left_out"] == 2 * 13
     assert len(tokens_of(tmp_path / "d", "valid")) == 2 * 12
     assert any("26 of 250 documents are left out: split=8,1,1" in text for text in said)

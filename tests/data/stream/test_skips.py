@@ -66,12 +66,12 @@ def test_overlapping_ranges_count_once_and_their_order_does_not_matter():
 def test_ranges_added_at_different_times_replay_as_one_list(root):
     """Three overlapping ranges, each added before it is reached: the last list tells it all."""
     lists = [[(4, 8)], [(4, 8), (6, 14)], [(4, 8), (6, 14), (13, 20), (30, 31)]]
-    lives = [(1, 3), (4, 4), (5, 40)]
+    attempts = [(1, 3), (4, 4), (5, 40)]
     sources = {"prose": 3, "code": 1}
     final = stream_of(root, sources, skip=Skip(advance=lists[-1]))
     plain = stream_of(root, sources)
     used = []
-    for ranges, (first, last) in zip(lists, lives, strict=True):
+    for ranges, (first, last) in zip(lists, attempts, strict=True):
         stream = stream_of(root, sources, skip=Skip(advance=ranges))
         assert final.past(first - 1) == stream.past(first - 1)
         for step in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""Audits: documents of a step and steps of a document, against a scan; the verb on a record."""
+"""Audits: documents of a step and steps of a document, against a scan; the command on a record."""
 
 import numpy as np
 import pytest

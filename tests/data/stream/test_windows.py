@@ -26,8 +26,8 @@ def plain(tokens, is_start, attend):
         if attend == "within" and is_start[t] and t > 0:
             segment += 1
         segments.append(segment)
-        is_cut = attend == "within" and is_start[t + 1]
-        labels.append(IGNORED if is_cut else int(tokens[t + 1]))
+        is_sharded = attend == "within" and is_start[t + 1]
+        labels.append(IGNORED if is_sharded else int(tokens[t + 1]))
     return tokens[:-1].tolist(), labels, segments
 
 

@@ -60,7 +60,7 @@ def test_the_fast_engine_is_used_after_equal_ids_and_changes_no_byte(monkeypatch
     build(source, tmp_path / "slow", "engine=tokenizers")
     install(monkeypatch)
     said = []
-    manifest = build(source, tmp_path / "fast", say=said.append)
+    manifest = build(source, tmp_path / "fast", log=said.append)
     assert manifest["made_with"]["engine"] == "gigatoken"
     assert "equal ids on the probe and 46 documents" in said[0]
     for name in ("train-00000.bin", "train-00000.idx", "inputs.jsonl"):
@@ -89,7 +89,7 @@ def test_other_ids_on_the_way_start_the_build_again_with_tokenizers(monkeypatch,
     monkeypatch.setattr(encoding, "RECHECK", 1)
     monkeypatch.setattr(ingest, "SAMPLE_DOCUMENTS", 5)
     said = []
-    manifest = build(source, tmp_path / "c", say=said.append)
+    manifest = build(source, tmp_path / "c", log=said.append)
     assert "equal ids" in said[0]
     assert "gives other ids for 'a rare word'; starting with tokenizers" in said[1]
     assert manifest["made_with"]["engine"] == "tokenizers"

@@ -172,7 +172,7 @@ def test_a_second_call_does_nothing_and_another_corpus_is_not_overwritten(tmp_pa
     source = write_files(tmp_path / "in", {"x.jsonl": json_lines(GOOD)})
     build(source, tmp_path / "c")
     said = []
-    build(source, tmp_path / "c", say=said.append)
+    build(source, tmp_path / "c", log=said.append)
     assert "nothing to do" in said[0]
     with pytest.raises(UserError, match="is a corpus already, of another input"):
         build(source, tmp_path / "c", "min_chars=3")
@@ -257,7 +257,7 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(mixed, tmp_path, monke
         with pytest.raises(UserError, match="no space left on the disk; free some"):
             build(mixed, tmp_path / "c")
     said = []
-    build(mixed, tmp_path / "c", say=said.append)
+    build(mixed, tmp_path / "c", log=said.append)
     assert "units are finished" in said[0]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import UserError
-from launch.budget import Life
+from launch.budget import Attempt
 from launch.hosts import fleet as module
 from launch.hosts.cluster import Cluster
 from launch.hosts.fleet import Fleet, blamed
@@ -53,7 +53,7 @@ class World:
         monkeypatch.setattr(module, "preflight", self.look)
         self.looks = 0
 
-    def look(self, cluster, inspection, say, known):
+    def look(self, cluster, inspection, log, known):
         self.looks += 1
         self.asked = [host.name for host in cluster.hosts if host.name not in known]
         wrong = [host.name for host in cluster.hosts if host.name in self.unfit]
@@ -70,8 +70,8 @@ class World:
             raise UserError("batch_tokens does not divide")
 
     def mend(self, cause: str | None, *lost: str) -> list[str]:
-        life = cause and Life(cause, 1, (0, 5, 5), True)
-        plan = self.fleet.mend(life, lost)
+        attempt = cause and Attempt(cause, 1, (0, 5, 5), True)
+        plan = self.fleet.mend(attempt, lost)
         return [host["name"] for host in plan.hosts]
 
 
@@ -218,7 +218,7 @@ def test_one_outage_of_several_hosts_counts_once_against_each(monkeypatch):
             world.unfit.clear()
 
     world.fleet.pause = pause
-    world.fleet.mend(Life("lost_host", 1, (0, 5, 0), True, host="b"), {"b"})
+    world.fleet.mend(Attempt("lost_host", 1, (0, 5, 0), True, host="b"), {"b"})
     assert world.waits == 5
     assert len(causes) > 2
     assert [host for host, cause in causes if cause == "unfit"] == ["c"]

@@ -216,7 +216,7 @@ def test_who_waits_in_a_collective_is_known_by_the_main_threads_stack():
 def test_several_beats_between_two_looks_count_as_their_steps():
     heard = Heard()
     heard.hear(Beat("step", 500, 10.0, 2))
-    assert heard.steps == 1  # of this life, which went on from step 499
+    assert heard.steps == 1  # of this attempt, which went on from step 499
     heard.hear(Beat("step", 510, 30.0, 2))
     assert heard.steps == 11
     assert list(heard.durations) == [1.0]  # seconds of a micro-batch

@@ -18,7 +18,7 @@ from recipes.compose import compose
 from runtime.ds_config.keys import KEYS, LEAF_CLASSES, OWNED, REFUSED
 from runtime.ds_config.merge import ROOT, load_preset, preset_names
 from runtime.engine.engine import check_kernels
-from runtime.resolve import settle
+from runtime.resolve import resolve
 
 PRESETS = ("pipeline", "zero1", "zero2", "zero3", "zero3_offload")
 
@@ -173,7 +173,7 @@ def test_names_types_and_ranges_are_told_where_there_is_no_layout_either():
     given = ["steps=9", "micro_batch=3", "ds.gradient_cliping=1", "ds.bf16.enabled=text"]
     recipe = compose("tiny", [*given, "ds.gradient_clipping=0.5"]).recipe
     with pytest.raises(UserError) as caught:
-        settle(recipe, 1, read_schedule(recipe.batch_tokens, recipe.seq_len))
+        resolve(recipe, 1, read_schedule(recipe.batch_tokens, recipe.seq_len))
     layout, *keys = caught.value.problems
     assert layout.startswith("batch_tokens=2048 is not a multiple")
     assert [line.split(" ")[0] for line in keys] == [

@@ -83,12 +83,12 @@ def test_a_live_build_is_waited_for_aloud_and_the_lock_of_a_killed_one_is_taken_
     said: list[str] = []
     waiting = threading.Event()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         said.append(text)
         waiting.set()
 
     baton = FileBaton(str(lock))
-    mine = threading.Thread(target=builds.acquire, args=(baton, say))
+    mine = threading.Thread(target=builds.acquire, args=(baton, log))
     mine.start()
     assert waiting.wait(60)
     assert "pin_memory is being built by another process" in said[0]

@@ -100,7 +100,7 @@ def test_a_step_is_repeated_from_the_newest_whole_checkpoint_or_from_the_start(
         return Order.checkpoint_before(order)
 
     for step, _ in there:
-        record_event(tmp_path, "saved", life=1, segment=0, step=step)
+        record_event(tmp_path, "saved", attempt=1, segment=0, step=step)
     assert before(30) == there[1]
     assert before(10) == before(1) == (0, None)
     broken.add(20)

@@ -24,7 +24,9 @@ NAN, INF = math.nan, math.inf
 
 
 def verdicts(sequence, knobs=None, warmup=0, regime=lambda step: "", rewound_at=(), health=None):
-    """[(step, judgement)] that are not a plain go-on, up to the end of the life; and the health."""
+    """[(step, judgement)] that are not a plain go-on, up to the end of the attempt; and the
+    health.
+    """
     limits = Limits(knobs or Knobs(), warmup)
     health, found = health or Health(), []
     for step, (loss, norm) in enumerate(sequence, start=1):

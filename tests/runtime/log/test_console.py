@@ -130,7 +130,7 @@ def test_a_message_stands_above_the_live_line(console):
     terminal = Terminal()
     shown = console(terminal)
     shown.step(line(1))
-    shown.say("step 1: a warning")
+    shown.log("step 1: a warning")
     assert terminal.screen()[0] == "step 1: a warning"
     assert "1/10" in terminal.screen()[1]
 
@@ -147,7 +147,7 @@ def test_a_pipe_gets_plain_lines_first_last_every_nth_evaluations_and_skips(cons
             nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_s"))
             changes = dict(skipped=True, skipped_steps=2, targets=0, **nothing)
         shown.step(line(step, **changes))
-    shown.say("done")
+    shown.log("done")
     shown.close()
     text = pipe.getvalue()
     assert "\x1b" not in text

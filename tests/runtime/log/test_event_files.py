@@ -20,7 +20,9 @@ from runtime.monitor.clock import StepTimes
 
 
 def train(folder, first, last, *, after_step, loss_offset=0.0, tokens_of=lambda step: 100, **given):
-    """One life that records steps first..last; evaluates at every third, saves at every fifth."""
+    """One attempt that records steps first..last; evaluates at every third, saves at every
+    fifth.
+    """
     folder.mkdir(exist_ok=True)
     writer = MetricsWriter(
         folder, world=2, after_step=after_step, flops_per_token=1e6, peak_flops=1e9, **given
@@ -77,7 +79,7 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     ramp = lambda step: 100 if step < 3 else 400  # noqa: E731
     train(folder, 1, 6, after_step=0, tokens_of=ramp).close()
     accumulator = read(folder)
-    others = ("saves/", "wall_clock/")  # of saves, and of lives
+    others = ("saves/", "wall_clock/")  # of saves, and of attempts
     tags = {tag for tag, _ in SERIES.values() if not tag.startswith(others)}
     tags -= {"memory/device_gib", "traffic/mib_per_step", "progress/seq_len"}  # where there are any
     seen = {tag for tag in accumulator.Tags()["scalars"] if not tag.startswith("wall_clock/")}
@@ -109,8 +111,8 @@ def test_a_reader_sees_one_value_per_step_those_of_the_resumed_life(tmp_path):
     expected = {step: step + (0.0 if step <= 5 else 100.0) for step in range(1, 11)}
     assert points(accumulator, "loss/train") == expected
     assert points(accumulator, "loss/validation") == {3: 3.5, 6: 106.5, 9: 109.5}
-    lives = points(accumulator, "progress/life")
-    assert lives == {step: 1 if step <= 5 else 2 for step in range(1, 11)}
+    attempts = points(accumulator, "progress/attempt")
+    assert attempts == {step: 1 if step <= 5 else 2 for step in range(1, 11)}
 
 
 def test_a_restart_is_marked_with_its_first_step(tmp_path):
@@ -130,10 +132,10 @@ def test_files_of_later_lives_sort_last_even_where_a_clock_stands_still_or_goes_
     tmp_path, monkeypatch
 ):
     folder = tmp_path / "run"
-    for life, second in enumerate([2_000_000_000, 2_000_000_000, 1_900_000_000], start=1):
+    for attempt, second in enumerate([2_000_000_000, 2_000_000_000, 1_900_000_000], start=1):
         monkeypatch.setattr(event_files.time, "time", lambda second=second: second)
-        monkeypatch.setattr(event_files.os, "getpid", lambda life=life: 1000 // life)
-        train(folder, 1, 3, after_step=0, loss_offset=100 * life).close()
+        monkeypatch.setattr(event_files.os, "getpid", lambda attempt=attempt: 1000 // attempt)
+        train(folder, 1, 3, after_step=0, loss_offset=100 * attempt).close()
     assert points(read(folder), "loss/train") == {1: 301, 2: 302, 3: 303}
 
 
@@ -155,7 +157,7 @@ def test_a_disk_that_takes_no_points_for_a_while_costs_nothing_but_a_line(tmp_pa
             return super().write(data)
 
     told = []
-    files = event_files.EventFiles(tmp_path / "one", life=1, after_step=0, say=told.append)
+    files = event_files.EventFiles(tmp_path / "one", attempt=1, after_step=0, log=told.append)
     [path] = (tmp_path / "one").iterdir()
     disk = Full(path, "a")
     files._writer = event_files.RecordWriter(io.BufferedWriter(disk))
@@ -175,7 +177,7 @@ def test_where_no_event_file_can_be_made_the_record_is_kept_all_the_same(tmp_pat
     told, folder = [], tmp_path / "run"
     folder.mkdir()
     (folder / "tensorboard").write_text("no folder")
-    train(folder, 1, 3, after_step=0, say=told.append).finish()
+    train(folder, 1, 3, after_step=0, log=told.append).finish()
     assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
     assert len(told) == 1
     assert "TensorBoard gets no points" in told[0]

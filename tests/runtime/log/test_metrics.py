@@ -77,7 +77,7 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
     assert returned == dict(
         step=1,
         segment=0,
-        life=1,
+        attempt=1,
         loss=5.0,
         grad_norm=1.0,
         lr=1e-3,
@@ -166,7 +166,7 @@ def test_a_half_written_last_line_is_ignored_by_readers_and_dropped_aloud_on_ope
     path.write_bytes(path.read_bytes()[:-20])
     assert [line["step"] for line in read_metrics(path)] == [1]
     said = []
-    writer = make_writer(folder, after_step=1, say=said.append)
+    writer = make_writer(folder, after_step=1, log=said.append)
     write_step(writer, 2)
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]
@@ -203,9 +203,9 @@ def test_a_damaged_record_stops_no_start_and_is_told_once(tmp_path):
         lines = (folder / name).read_bytes().split(b"\n")
         (folder / name).write_bytes(b"\n".join([lines[0], bad, *lines[2:]]))
     (folder / "ranks.jsonl").mkdir()
-    for life in (2, 3):
-        make_writer(folder, after_step=2, say=said.append).close()
-        assert read_events(folder)[-1]["life"] == life
+    for attempt in (2, 3):
+        make_writer(folder, after_step=2, log=said.append).close()
+        assert read_events(folder)[-1]["attempt"] == attempt
     found = [event["text"] for event in read_events(folder, "damaged_record")]
     assert [text.split(": ")[0] for text in found[:2]] == ["metrics.jsonl", "events.jsonl"]
     assert found[2].startswith("metrics.jsonl lacks 1 of the steps up to 2")
@@ -220,9 +220,9 @@ def test_a_damaged_record_stops_no_start_and_is_told_once(tmp_path):
     writer.close()
     (folder / "events.jsonl").write_bytes(b"")
     make_writer(folder, after_step=2).close()
-    assert [event["life"] for event in read_events(folder, "began")] == [3]  # no step has it yet
+    assert [event["attempt"] for event in read_events(folder, "began")] == [3]  # no step has it yet
     found = [event["text"] for event in read_events(folder, "damaged_record")]
-    assert found[-1] == "events.jsonl lacks the lives before life 3"
+    assert found[-1] == "events.jsonl lacks the attempts before attempt 3"
 
 
 def test_repair_leaves_a_whole_file_and_a_missing_one_alone(tmp_path):
@@ -248,14 +248,16 @@ def test_a_step_stands_there_once_after_a_restart_with_the_later_lifes_numbers(t
     writer.close()
     lines = read_lines(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert [line["life"] for line in lines] == [1] * 5 + [2] * 5
+    assert [line["attempt"] for line in lines] == [1] * 5 + [2] * 5
     assert lines[6]["loss"] == 107.0
     # the skip of step 7 went with its line, the skip of step 3 is still counted
     assert lines[-1]["skipped_steps"] == 1
     began = read_events(folder, "began")
-    assert [(event["life"], event["after_step"]) for event in began] == [(1, 0), (2, 5)]
-    [life] = read_events(folder, "life")  # the first one's, whose launcher is not there to write it
-    assert (life["life"], life["cause"], life["from_step"]) == (1, "killed", 0)
+    assert [(event["attempt"], event["after_step"]) for event in began] == [(1, 0), (2, 5)]
+    [attempt] = read_events(
+        folder, "attempt"
+    )  # the first one's, whose launcher is not there to write it
+    assert (attempt["attempt"], attempt["cause"], attempt["from_step"]) == (1, "killed", 0)
     assert not list(folder.glob("*.new"))
 
 
@@ -288,11 +290,11 @@ def test_truncating_one_segment_leaves_the_others_untouched(tmp_path):
 
 def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [(1, 1, 1), (2, 1, 2), (2, 2, 3), (1, 2, 4), (1, 1, 5)]  # step, life, loss
+    rows = [(1, 1, 1), (2, 1, 2), (2, 2, 3), (1, 2, 4), (1, 1, 5)]  # step, attempt, loss
     path.write_text(
         "".join(
-            json.dumps(dict(segment=0, step=step, life=life, loss=loss)) + "\n"
-            for step, life, loss in rows
+            json.dumps(dict(segment=0, step=step, attempt=attempt, loss=loss)) + "\n"
+            for step, attempt, loss in rows
         )
     )
     assert [line["loss"] for line in read_metrics(path)] == [4, 3]
@@ -302,11 +304,11 @@ def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
 
 
 def test_events_carry_utc_time_kind_and_life_in_order(tmp_path):
-    record_event(tmp_path, "alarm", life=3, step=7, reason="loss is not finite")
-    record_event(tmp_path, "verdict", life=3, action="skip")
+    record_event(tmp_path, "alarm", attempt=3, step=7, reason="loss is not finite")
+    record_event(tmp_path, "verdict", attempt=3, action="skip")
     alarm, verdict = read_events(tmp_path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", alarm.pop("time"))
-    assert alarm == dict(kind="alarm", life=3, step=7, reason="loss is not finite")
+    assert alarm == dict(kind="alarm", attempt=3, step=7, reason="loss is not finite")
     assert [event["action"] for event in read_events(tmp_path, "verdict")] == ["skip"]
     assert verdict["kind"] == "verdict"
 
@@ -426,7 +428,11 @@ def test_wandb_mirrors_the_event_files_and_gets_no_key(tmp_path, monkeypatch, fa
     write_step(writer, 1)
     writer.finish()
     assert fake_wandb.given["init"] == dict(
-        project="my-project", name="run-life-1", group="run", dir=str(folder), sync_tensorboard=True
+        project="my-project",
+        name="run-attempt-1",
+        group="run",
+        dir=str(folder),
+        sync_tensorboard=True,
     )
     assert fake_wandb.given["config"] == {"lr": 0.1}
     assert fake_wandb.given["finished"]
@@ -449,12 +455,12 @@ def test_a_service_that_fails_later_costs_the_mirror_and_not_the_run(tmp_path, f
         raise fake_wandb.Error("no network")
 
     said = []
-    writer = make_writer(tmp_path / "run", wandb="p", tensorboard=True, say=said.append)
+    writer = make_writer(tmp_path / "run", wandb="p", tensorboard=True, log=said.append)
     writer._mirror._run.finish = fail
     write_step(writer, 1)
     writer.finish()
     fake_wandb.init = fail  # gone when the run goes on
-    writer = make_writer(tmp_path / "run", after_step=1, wandb="p", say=said.append)
+    writer = make_writer(tmp_path / "run", after_step=1, wandb="p", log=said.append)
     write_step(writer, 2)
     assert writer.finish()["last_step"] == 2
     assert said == ["warning: log.wandb=p: no network; going on without the mirror"] * 2

@@ -68,7 +68,7 @@ def test_tokens_per_s_equals_the_hand_count(tmp_path, accumulation, ranks):
     assert [line["tokens_per_s_per_rank"] for line in lines[1:]] == [16] * 2
     assert [line["step_s"] for line in lines] == [100 + accumulation, accumulation, accumulation]
     assert lines[1]["eval_s"] == 50
-    assert [line["first_of_life"] for line in lines] == [True, False, False]
+    assert [line["first_of_attempt"] for line in lines] == [True, False, False]
     assert result["tokens_per_s"] == 16 * ranks  # without the first step, evaluation and save
     assert result["num_steady_steps"] == 2
 

@@ -25,7 +25,7 @@ from record.records import read_events, read_lines, read_metrics
 from runtime.monitor import devices, hardware, own_time
 from runtime.monitor.clock import StepClock
 from runtime.monitor.hardware import Collector, DeviceReading, Hardware, RankTimes, Said
-from runtime.monitor.key_value_store import Board
+from runtime.monitor.key_value_store import KeyValueStore
 from runtime.monitor.own_time import OwnTime
 from runtime.process.process import Process
 
@@ -169,7 +169,7 @@ def test_the_clock_of_a_rank_stands_still_while_others_have_its_core():
 
 def test_the_board_gives_what_is_there_and_never_waits_for_what_is_not():
     store = dist.HashStore()
-    one, two = Board(store), Board(store)
+    one, two = KeyValueStore(store), KeyValueStore(store)
     one.post("own/0", [[4, 0.25]])
     assert two.read(["own/0", "own/1"]) == {"own/0": [[4, 0.25]]}
     two.post("own/1", {"x": None})
@@ -195,17 +195,17 @@ class Paper:
 def cluster():
     """Four ranks on two hosts that have begun: (collector, board, news)."""
     news = []
-    board, collector = Paper(), Collector([0] * 4, lambda *new: news.extend(new))
+    store, collector = Paper(), Collector([0] * 4, lambda *new: news.extend(new))
     for rank in range(4):
         place = {"host": f"node-{rank // 2}", "gpu": str(rank % 2)}
-        board.post(f"place/{rank}", place | {"is_first_of_host": rank % 2 == 0})
-    collector.collect(board)
+        store.post(f"place/{rank}", place | {"is_first_of_host": rank % 2 == 0})
+    collector.collect(store)
     assert news == []
-    return collector, board, news
+    return collector, store, news
 
 
 def test_a_slow_rank_is_named_with_its_host_and_gpu_and_its_recovery_too(cluster, monkeypatch):
-    collector, board, news = cluster
+    collector, store, news = cluster
     fake = Clock()
     monkeypatch.setattr(hardware.time, "monotonic", lambda: fake.seconds)
     said = []
@@ -213,8 +213,8 @@ def test_a_slow_rank_is_named_with_its_host_and_gpu_and_its_recovery_too(cluster
         fake.passes(4)
         for rank in range(4):
             own_s = 1.5 if rank == 3 and step < 40 else 1.0
-            board.post(f"own/{rank}", [[step - 4, 9.0], [step, own_s]])
-        collector.collect(board)
+            store.post(f"own/{rank}", [[step - 4, 9.0], [step, own_s]])
+        collector.collect(store)
         said += [(step, one) for one in news if isinstance(one, Said)]
         news.clear()
     [(step, slow), (_, over)] = said
@@ -226,32 +226,32 @@ def test_a_slow_rank_is_named_with_its_host_and_gpu_and_its_recovery_too(cluster
 
 
 def test_a_rank_that_is_late_is_waited_for_and_one_that_is_gone_is_not(cluster):
-    collector, board, news = cluster
+    collector, store, news = cluster
     for rank in range(3):
-        board.post(f"own/{rank}", [[4, 1.0]])
-    collector.collect(board)
+        store.post(f"own/{rank}", [[4, 1.0]])
+    collector.collect(store)
     assert news == []
-    board.post("own/3", [[4, 1.0]])
-    collector.collect(board)
+    store.post("own/3", [[4, 1.0]])
+    collector.collect(store)
     assert news == [RankTimes(4, [1.0] * 4)]
     for rank in range(3):
-        board.post(f"own/{rank}", [[8, 1.0], [12, 1.0], [16, 1.0]])
-    collector.collect(board)
+        store.post(f"own/{rank}", [[8, 1.0], [12, 1.0], [16, 1.0]])
+    collector.collect(store)
     assert news[1:] == [RankTimes(8, [1.0, 1.0, 1.0, None])]
 
 
 def test_readings_and_alarms_of_every_host_arrive_once_each(cluster):
-    collector, board, news = cluster
+    collector, store, news = cluster
     gpus = [{"index": 0, "temperature_c": 60}]
     alarm = {"kind": "alarm", "index": 0, "what": "lost", "action": "drain the host"}
     alarm |= {"text": "the GPU is lost", "is_quiet": False}
     said = [[1, {"kind": "notice", "text": "no sensor"}], [2, alarm]]
-    board.post("devices/0", {"number": 1, "gpus": gpus, "said": []})
-    board.post("devices/2", {"number": 7, "gpus": gpus, "said": said})
-    board.post("count/0", 1)
-    board.post("count/2", 9)
-    collector.collect(board)
-    collector.collect(board)
+    store.post("devices/0", {"number": 1, "gpus": gpus, "said": []})
+    store.post("devices/2", {"number": 7, "gpus": gpus, "said": said})
+    store.post("count/0", 1)
+    store.post("count/2", 9)
+    collector.collect(store)
+    collector.collect(store)
     assert news == [
         DeviceReading("node-0", gpus),
         Said("notice", "node-1: no sensor", {"host": "node-1"}),
@@ -266,13 +266,13 @@ def test_readings_and_alarms_of_every_host_arrive_once_each(cluster):
 
 def test_two_hosts_of_one_name_have_series_of_their_own():
     news = []
-    board, collector = Paper(), Collector([0, 0], lambda *new: news.extend(new))
+    store, collector = Paper(), Collector([0, 0], lambda *new: news.extend(new))
     for rank in range(2):
         place = {"host": "pod", "gpu": None, "is_first_of_host": True}
-        board.post(f"place/{rank}", place)
-        board.post(f"devices/{rank}", {"number": 1, "gpus": [{"index": 0}], "said": []})
-        board.post(f"count/{rank}", 1)
-    collector.collect(board)
+        store.post(f"place/{rank}", place)
+        store.post(f"devices/{rank}", {"number": 1, "gpus": [{"index": 0}], "said": []})
+        store.post(f"count/{rank}", 1)
+    collector.collect(store)
     assert [one.host for one in news] == ["pod", "pod.1"]
 
 
@@ -358,9 +358,9 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     assert {reading["host"] for reading in readings} == {host}
     assert readings[0]["throttle_names"] == ["power cap"]
     assert all(len(times["own_s"]) == 2 for times in read_lines(run / "ranks.jsonl"))
-    board = EventAccumulator(str(next((run / "tensorboard").iterdir())))
-    board.Reload()
-    tags = set(board.Tags()["scalars"])
+    store = EventAccumulator(str(next((run / "tensorboard").iterdir())))
+    store.Reload()
+    tags = set(store.Tags()["scalars"])
     for index in (0, 1):
         names = ("temperature_c", "power_w", "throttle", "ecc_uncorrected", "utilization_percent")
         assert {f"node/{host}/gpu/{index}/{name}" for name in names} <= tags
