@@ -27,7 +27,7 @@ def unasked(monkeypatch):
     monkeypatch.setattr(show, "confirm", lambda config: None)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe_name", recipe_names())
 def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
     shown = show.collect(recipe_name, [])
     text = show.text(shown)

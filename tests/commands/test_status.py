@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     lines = [
         dict(
             step=step, segment=0, attempt=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
-            eval_s=0.0, tokens_per_s=1024.0, first_of_life=step == 1, skipped=False, targets=9,
+            eval_s=0.0, tokens_per_s=1024.0, first_of_attempt=step == 1, skipped=False, targets=9,
         )
         for step in (1, 2)
     ]  # fmt: skip

@@ -387,7 +387,7 @@ def test_a_knob_given_twice_takes_the_later_value_and_says_so():
     assert "no effect" in compose("tiny", ["steps=5", "stop_after=9"]).warnings[0]
 
 
-@pytest.mark.parametrize("recipe", ["tiny", "70b"])
+@pytest.mark.parametrize("recipe_name", ["tiny", "70b"])
 def test_a_written_recipe_composes_back_to_the_same(recipe_name, tmp_path):
     overrides = ["ds.zero_optimization.overlap_comm=true", "run='1e5'", "optim.lr=1e-5"]
     overrides += ["batch_tokens=[[0,8388608],[10,16777216]]", "data.attend=across"]

@@ -29,26 +29,26 @@ def test_the_named_dishes_exist():
     assert set(recipe_names()) >= set(RANKS)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe_name", recipe_names())
 def test_a_dish_is_short_and_starts_with_its_command(recipe_name):
     lines = lines_of(recipe_name)
     assert len(lines) <= MOST_LINES
     assert re.match(rf"# make pretrain RECIPE={re.escape(recipe_name)}\b", lines[0])
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe_name", recipe_names())
 def test_each_number_of_a_dish_has_a_reason(recipe_name):
     bare = [line for line in lines_of(recipe_name) if NUMBER.match(line) and "#" not in line]
     assert not bare
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe_name", recipe_names())
 def test_a_dish_puts_itself_last(recipe_name):
     entries = [line.strip() for line in lines_of(recipe_name) if line.startswith("  - ")]
     assert entries[-1] == "- _self_"
 
 
-@pytest.mark.parametrize("recipe", list(RANKS))
+@pytest.mark.parametrize("recipe_name", list(RANKS))
 def test_a_dish_settles_on_the_ranks_it_is_meant_for(recipe_name):
     composed = compose(recipe_name)
     recipe = composed.recipe

@@ -62,7 +62,9 @@ class Recorded:
 
 def line(attempt: int, step: int, step_s: float, **fields) -> dict:
     """What a step leaves, as far as the account reads it."""
-    plain = dict(segment=0, data_s=0.0, eval_s=0.0, skipped=False, targets=1, first_of_life=False)
+    plain = dict(
+        segment=0, data_s=0.0, eval_s=0.0, skipped=False, targets=1, first_of_attempt=False
+    )
     return {"attempt": attempt, "step": step, "step_s": step_s} | plain | fields
 
 
@@ -139,7 +141,7 @@ def test_a_gap_that_no_launcher_filled_is_idle():
 
 def test_waiting_evaluating_warming_up_and_steps_without_an_update_are_no_goodput():
     lines = [
-        line(1, 1, 9.0, first_of_life=True),
+        line(1, 1, 9.0, first_of_attempt=True),
         line(1, 2, 1.0, data_s=0.25),
         line(1, 3, 1.0, eval_s=2.0),
         line(1, 4, 1.0, skipped=True),
@@ -228,7 +230,7 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
         ("goodput", "mine", "--mtbf", "soon"): ["MTBF=soon", "2.8h"],
         ("goodput", "mine", "--mtbf", "-1"): ["MTBF=-1", "above 0"],
         ("goodput", "mine", "--mtbf", "nan"): ["MTBF=nan"],
-        ("events", "mine", "--kind", "attempts"): ["KIND=attempts", "attempt, saved"],
+        ("events", "mine", "--kind", "lives"): ["KIND=lives", "attempt, saved"],
     }.items():
         main = events.main if words[0] == "events" else command.main
         assert main(list(words[1:])) == 93
