@@ -230,7 +230,7 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
         ("goodput", "mine", "--mtbf", "soon"): ["MTBF=soon", "2.8h"],
         ("goodput", "mine", "--mtbf", "-1"): ["MTBF=-1", "above 0"],
         ("goodput", "mine", "--mtbf", "nan"): ["MTBF=nan"],
-        ("events", "mine", "--kind", "lives"): ["KIND=lives", "attempt, saved"],
+        ("events", "mine", "--kind", "lives"): ["KIND=lives", "attempt, began, saved"],
     }.items():
         main = events.main if words[0] == "events" else command.main
         assert main(list(words[1:])) == 93
