@@ -24,12 +24,12 @@ from base.durable import replace_file
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.redaction import redact, redacted, secret_values
+from base.run_variables import FAMILY
 from checkpoint.format import epochs
 from checkpoint.save.lease import Lease, refuse_held, take
 from record.presence import LOCK
 from record.trust import refuse_unsafe
 
-FAMILY = "PRETRAIN_FAMILY"  # which supervisor started this process
 LOCKS: list[Lock] = []  # held until this process ends
 # What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
 ADDED_TO = (

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from base.redaction import redact, secret_values
+from base.run_variables import LAUNCH
+from base.units import GIB, MIB
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import attempts, goodput, records
@@ -89,7 +91,7 @@ class MetricsWriter:
         self.attempt = attempts.next_number(self.folder)
         if wandb is not None:
             self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.attempt, log)
-        launch = {"launch": os.environ[attempts.LAUNCH]} if attempts.LAUNCH in os.environ else {}
+        launch = {"launch": os.environ[LAUNCH]} if LAUNCH in os.environ else {}
         self.event(
             "began",
             segment=segment,
@@ -243,7 +245,7 @@ class MetricsWriter:
         if seq_len is not None:
             line["seq_len"] = seq_len
         if communication_bytes is not None:
-            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_mib"] = sum(communication_bytes.values()) / MIB
             line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
@@ -310,7 +312,7 @@ class MetricsWriter:
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
         """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
-        size_gib = size_bytes / memory.GIB
+        size_gib = size_bytes / GIB
         fields = {
             "checkpoint_gib": size_gib,
             "checkpoint_s": seconds,

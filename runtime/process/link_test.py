@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED
+from base.units import MIB
 from recipes.schema import Cluster
 from runtime.process import process
 
@@ -29,7 +30,6 @@ BLOCK_MIB = 4
 LONGEST_S = 2.0  # of one pair; a slow link needs no more to be known
 MOST_BLOCKS = 8
 TIMEOUT_S = 120
-MIB = 2**20
 
 Speeds = Mapping[tuple[int, int], float]
 

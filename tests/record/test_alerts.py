@@ -14,7 +14,7 @@ from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from recipes.compose import compose
-from recipes.schema import Alerts as Knobs
+from recipes.faults import Alerts as Knobs
 from record.alerts import Alerts
 
 
