@@ -20,7 +20,7 @@ from record.attempts import FAILURES, is_end, unix_s
 from record.event_lines import line_of
 from record.presence import is_living, launcher, shown
 from record.records import read_events
-from record.requests import BETWEEN_LIVES, ask, read_request
+from record.requests import BETWEEN_ATTEMPTS, ask, read_request
 
 LOOK_S = 0.5
 TELL_S = 30.0
@@ -76,7 +76,7 @@ def outcome(folder: Path, began: float) -> int:
     recent = [event for event in read_events(folder) if unix_s(event) >= began - 1]
     for event in reversed(recent):
         if event["kind"] in ("stopped", "finished"):
-            if event.get("reason") == BETWEEN_LIVES:
+            if event.get("reason") == BETWEEN_ATTEMPTS:
                 print("stopped between two attempts")
                 return FINISHED
             saved = event.get("is_saved")

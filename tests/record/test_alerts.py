@@ -15,7 +15,7 @@ from ranks import PATIENCE, ROOT
 from base.errors import UserError
 from recipes.compose import compose
 from recipes.schema import Alerts as Knobs
-from record.alerts import Alerts
+from record.alerts import AlertSender
 
 
 def program(folder, text: str) -> str:
@@ -28,7 +28,9 @@ def program(folder, text: str) -> str:
 def alerts(command: list[str], timeout_s: int = 60):
     events, lines = [], []
     knobs = Knobs(command=tuple(command), timeout_s=timeout_s)
-    made = Alerts("a", knobs, lambda kind, **fields: events.append((kind, fields)), lines.append)
+    made = AlertSender(
+        "a", knobs, lambda kind, **fields: events.append((kind, fields)), lines.append
+    )
     return made, events, lines
 
 
@@ -76,7 +78,7 @@ def test_no_command_outlives_the_run_however_many_alerts_wait(tmp_path):
         assert eventually(lambda pid=pid: not Path("/proc", pid).exists())
     failed = [fields["reason"] for kind, fields in events if kind == "alert_failed"]
     assert len(failed) == 4
-    assert failed[-1] == "the run ended before it was told"
+    assert failed[-1] == "the run ended before it was sent"
 
 
 def test_no_command_outlives_a_run_that_was_killed(tmp_path):
@@ -85,8 +87,8 @@ def test_no_command_outlives_a_run_that_was_killed(tmp_path):
                                 "\nsleep 600; exit")  # fmt: skip
     code = (
         "import time; from recipes.schema import Alerts as Knobs;"
-        "from record.alerts import Alerts;"
-        f"Alerts('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
+        "from record.alerts import AlertSender;"
+        f"AlertSender('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
         "time.sleep(600)"
     )
     run = background(ROOT, [sys.executable, "-c", code])

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from record.records import read_metrics
 from runtime.log import event_files
 from runtime.log.event_files import FAMILIES, ONLY_WHEN_ANY, PAGE, RESULTS, SERIES, segment_folder
-from runtime.log.metrics import MetricsWriter
+from runtime.log.metrics import MetricsWriter, StepNumbers
 from runtime.monitor.clock import StepTimes
 
 
@@ -39,17 +39,19 @@ def train(folder, first, last, *, after_step, loss_offset=0.0, tokens_of=lambda 
             is_first=step == first,
         )
         writer.step(
-            step,
-            loss=loss_offset + step,
-            grad_norm=math.nan if step == 2 else 1.0,
-            lr=1e-3,
-            tokens=sum(tokens_of(number) for number in range(1, step + 1)),
-            tokens_per_step=tokens_of(step),
-            targets=tokens_of(step),
-            times=times,
-            accumulation=2,
-            skipped=step == 2,
-            val_loss=loss_offset + step + 0.5 if step % 3 == 0 else None,
+            StepNumbers(
+                step,
+                loss=loss_offset + step,
+                grad_norm=math.nan if step == 2 else 1.0,
+                lr=1e-3,
+                tokens=sum(tokens_of(number) for number in range(1, step + 1)),
+                tokens_per_step=tokens_of(step),
+                targets=tokens_of(step),
+                times=times,
+                accumulation=2,
+                skipped=step == 2,
+                val_loss=loss_offset + step + 0.5 if step % 3 == 0 else None,
+            )
         )
     return writer
 
