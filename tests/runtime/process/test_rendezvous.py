@@ -26,7 +26,7 @@ def meet_all(candidates, world: int, ranks, timeout_s: float = 20, name: str = "
 
     def one(rank: int) -> None:
         try:
-            got[rank] = rendezvous.meet("127.0.0.1", candidates, name, rank, world, timeout_s)
+            got[rank] = rendezvous.join("127.0.0.1", candidates, name, rank, world, timeout_s)
         except (UserError, OSError) as error:
             got[rank] = error
 
