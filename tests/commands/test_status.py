@@ -123,13 +123,13 @@ def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
     over(folder, "gave_up")
     out = said(capsys, "status", "mine")
     assert "reason: shard.bin: block 3 is damaged" in out
-    assert "next: mend what the reason names" in out
+    assert "next: repair what the reason names" in out
     assert "failures: 0" in out
     assert "alarms: none" in out
 
 
 def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
-    assert "left no word" in said(capsys, "status", "mine")
+    assert "left no event about its end" in said(capsys, "status", "mine")
 
 
 def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsys):

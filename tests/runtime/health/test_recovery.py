@@ -9,7 +9,7 @@ import pytest
 from base.errors import UserError
 from checkpoint.lineage import lineage
 from commands import replay
-from commands.replay import Order, Step, conclude
+from commands.replay import ComparedStep, ReplayRequest, conclude
 from recipes.schema import Health as Knobs
 from record.records import record_event
 from runtime.health.recovery import RecoveryPlan, Saved, plan, recover
@@ -56,8 +56,10 @@ def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
     assert not (run / "history.jsonl").exists()
 
 
-def steps(*losses: float | None, batch: str = "b", norm: float = 0.5) -> list[Step]:
-    return [Step(n, loss, norm, loss is None, batch) for n, loss in enumerate(losses, start=1)]
+def steps(*losses: float | None, batch: str = "b", norm: float = 0.5) -> list[ComparedStep]:
+    return [
+        ComparedStep(n, loss, norm, loss is None, batch) for n, loss in enumerate(losses, start=1)
+    ]
 
 
 def test_equal_bits_twice_clear_the_hardware():
@@ -97,7 +99,7 @@ def test_a_step_is_repeated_from_the_newest_whole_checkpoint_or_from_the_start(
 
     def before(step: int):
         order = SimpleNamespace(folder=tmp_path, lineage=lineage([]), step=step)
-        return Order.checkpoint_before(order)
+        return ReplayRequest.checkpoint_before(order)
 
     for step, _ in there:
         record_event(tmp_path, "saved", attempt=1, segment=0, step=step)
