@@ -45,12 +45,12 @@ def test_the_command_gets_the_text_and_no_secret(tmp_path, monkeypatch):
     alert, events, lines = alerts(command)
     alert("stop", "a: stopped; key s3cr3t-Planted-91 $(id)", step=7, token="abc")
     alert.close()
-    told = out.read_text()
-    assert "s3cr3t" not in told + str(events) + str(lines)
-    assert "ALERT_KIND=stop" in told
-    assert "ALERT_RUN=a" in told
-    assert "step: 7" in told
-    assert "$(id) ;x" in told  # words arrive as they were written: there is no shell
+    reported = out.read_text()
+    assert "s3cr3t" not in reported + str(events) + str(lines)
+    assert "ALERT_KIND=stop" in reported
+    assert "ALERT_RUN=a" in reported
+    assert "step: 7" in reported
+    assert "$(id) ;x" in reported  # words arrive as they were written: there is no shell
     assert events == [("stop", {"text": "a: stopped; key *** $(id)", "step": 7, "token": "***"})]
     assert lines == ["alert: a: stopped; key *** $(id)"]
 

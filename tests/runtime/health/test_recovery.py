@@ -1,4 +1,4 @@
-"""Where a run goes back to, and what two replays of a step say."""
+"""The target of a rewind by policy, and the conclusion from two replays of a step."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_where_none_is_old_enough_the_oldest_healthy_one_before_the_trouble_is()
 
 def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
     """As `optim.lr` far too high does within the first steps."""
-    told = []
+    reported = []
     record = SimpleNamespace(
-        alert=lambda kind, text, **facts: told.append((kind, text, facts)),
-        close=lambda cause, **facts: told.append((cause,)),
+        alert=lambda kind, text, **facts: reported.append((kind, text, facts)),
+        close=lambda cause, **facts: reported.append((cause,)),
     )
     health = HealthState(bad=((3, 2), (4, 3), (5, 4)), skips_in_a_row=3)
     judged = Judgement(Verdict.ROLL_BACK, health, "not finite in 3 steps in a row", True, onset=3)
@@ -51,8 +51,8 @@ def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
     run.mkdir(parents=True)
     with pytest.raises(UserError, match=r"no healthy checkpoint from before step 3.*data\.skip"):
         recover(run, data, judged, KNOBS, record)
-    assert [entry[0] for entry in told] == ["stop", "gave_up"]
-    assert (run / told[0][2]["bundle"] / "verdict.json").is_file()
+    assert [entry[0] for entry in reported] == ["stop", "gave_up"]
+    assert (run / reported[0][2]["bundle"] / "verdict.json").is_file()
     assert not (run / "history.jsonl").exists()
 
 

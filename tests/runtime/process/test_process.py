@@ -1,4 +1,4 @@
-"""runtime/process/process.py: what a launcher's variables mean, and which device is taken."""
+"""runtime/process/process.py: the launcher's variables, and the choice of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""runtime/process/rendezvous.py: ranks find each other's store, and say what is in the way."""
+"""runtime/process/rendezvous.py: ranks find rank 0's store, or report what prevents it."""
 
 from __future__ import annotations
 
