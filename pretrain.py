@@ -33,11 +33,11 @@ from base.errors import Shared, UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.values import counted
-from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
 from checkpoint.load.restoring import Loaded, load
@@ -105,12 +105,12 @@ class Run:
     folder: Path
     process: process.Process
     engine: Engine
-    ranks: Ranks  # for checkpoints, beside training's own group
+    ranks: RankComm  # for checkpoints, beside training's own group
     lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
-    changes: list[Change]
+    changes: list[RecipeChange]
     warnings: list[str]
     counter: Counter | None  # of communication, where the recipe asks for it
 
@@ -146,7 +146,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
-    ranks = Ranks()
+    ranks = RankComm()
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         say_finished(recipe, stands.step, resolved.total_steps)

@@ -35,7 +35,7 @@ class Alone:
         return [value]
 
 
-class Ranks:
+class RankComm:
     """All ranks of torch.distributed, over a gloo group of their own.
 
     Its own group, so that a save beside training never mixes with training's collectives; gloo,

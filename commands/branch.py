@@ -30,7 +30,7 @@ from base.exits import FINISHED
 from base.paths import ROOT
 from checkpoint.format.manifest import committed, read_manifest
 from checkpoint.lineage import MARK, Line, Lineage, lineage, read, run_folder
-from checkpoint.load.allowed_changes import Change, check_resume
+from checkpoint.load.allowed_changes import RecipeChange, check_resume
 from checkpoint.load.choosing import verify
 from data.stream.schedule import schedule_of
 from data.stream.stream import open_stream
@@ -110,7 +110,7 @@ def name_problems(name: str) -> list[str]:
 
 def branched(
     parent: Path, target: history.Target, checkpoint: Path, options: argparse.Namespace
-) -> tuple[Recipe, list[Change]]:
+) -> tuple[Recipe, list[RecipeChange]]:
     """The new run's recipe, and what in it changes the curve: whatever OVERRIDES names is allowed,
     as long as it may change within a run. Raises UserError.
     """
@@ -142,7 +142,7 @@ def branch(
     target: history.Target,
     checkpoint: Path,
     recipe: Recipe,
-    changes: Sequence[Change],
+    changes: Sequence[RecipeChange],
     why: str,
 ) -> None:
     """Make the folder under a name of its own, tell the parent, rename. Raises UserError."""

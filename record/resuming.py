@@ -26,7 +26,7 @@ from checkpoint.format.manifest import (
 )
 from checkpoint.format.state import RunState
 from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
-from checkpoint.load.allowed_changes import Change, check_resume
+from checkpoint.load.allowed_changes import RecipeChange, check_resume
 from recipes.schema import Data, Recipe
 from record.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
 from record.records import (
@@ -46,7 +46,7 @@ class Standing:
 
     is_new: bool
     step: int
-    changes: list[Change]
+    changes: list[RecipeChange]
 
 
 def data_of(recipe: Recipe, folder: Path) -> Data:
@@ -185,7 +185,7 @@ def compare(
     data_state: dict[str, Any],
     past: Callable[[int], dict[str, Any]],
     lines: Sequence[dict[str, Any]] = (),
-) -> list[Change]:
+) -> list[RecipeChange]:
     """Differences between a checkpoint's recipe and data and those of now; what the run's history
     (`lines`) has of changes since is no difference any more.
 

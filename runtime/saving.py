@@ -23,7 +23,7 @@ from typing import Any
 
 from base.errors import Shared
 from base.values import counted
-from checkpoint.comm import Comm, Ranks
+from checkpoint.comm import Comm, RankComm
 from checkpoint.format.manifest import folder_name
 from checkpoint.format.state import RunState, random_states
 from checkpoint.load.choosing import Keep
@@ -98,7 +98,7 @@ class Saver:
             self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
         self.background = None
         if self.wanted.mode == "async":
-            self.background = Background(Ranks(PATIENCE_S))
+            self.background = Background(RankComm(PATIENCE_S))
         self._in_flight: int | None = None  # as all ranks agree; one's own may have ended
         self._is_alarmed = False
         self._report: SaveReport | None = None  # of the newest save that ended or was left out

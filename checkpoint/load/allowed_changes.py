@@ -63,7 +63,7 @@ ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
-class Change:
+class RecipeChange:
     """One knob that differs."""
 
     key: str
@@ -76,14 +76,14 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChangeVerdict:
     """Whether the run may go on, and what differs."""
 
     problems: list[str]  # one line each; empty = go on
-    changes: list[Change]  # to be recorded: history for deliberate ones, events for free ones
+    changes: list[RecipeChange]  # to be recorded: history for deliberate ones, events for free ones
 
 
-def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Verdict:
+def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> ChangeVerdict:
     """Compare two resolved recipes (nested dicts, `identity` beside them). Pure.
 
     `allow` names deliberate changes: a dotted key, or a group that covers all under it. A name in
@@ -100,7 +100,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
         if _same(old, new) or (old == ABSENT and _is_default(key, new)):
             continue
-        change = Change(key, old, new, treatment(key))
+        change = RecipeChange(key, old, new, treatment(key))
         changes.append(change)
         if change.treatment == "fixed":
             problems.append(
@@ -112,7 +112,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
                 f"{change}; it changes the run from here on: put the old value back, or allow it by"
                 f" name with allow=[{key}]"
             )
-    return Verdict(problems, changes)
+    return ChangeVerdict(problems, changes)
 
 
 def treatment(key: str) -> str:

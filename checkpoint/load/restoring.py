@@ -99,7 +99,7 @@ def _attempt(
     try:
         names = [index_name(rank) for rank in range(found.manifest.world)]
         indexes = [parse_index(texts[name], found.folder / name) for name in names]
-        source = Source(found.folder, found.manifest, merge(indexes), indexes)
+        source = CheckpointReader(found.folder, found.manifest, merge(indexes), indexes)
         count = source.fill(fragments)
         if comm.world == found.manifest.world:
             local = indexes[comm.rank]["local"]
@@ -133,7 +133,7 @@ def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str]]:
 
 
 @dataclass
-class Source:
+class CheckpointReader:
     """A checkpoint folder opened for reading; digests are worked out file by file when needed."""
 
     folder: Path
@@ -151,11 +151,11 @@ class Source:
         return read(self.folder, self.index, self.digests, plan(self.index, fragments), fragments)
 
 
-def open_source(found: Found) -> Source:
+def open_checkpoint(found: Found) -> CheckpointReader:
     """A checkpoint for one process alone: all its indexes, checked. Raises Damaged."""
     manifest = found.manifest
     indexes = [
         read_index(found.folder, rank, manifest.files[index_name(rank)])
         for rank in range(manifest.world)
     ]
-    return Source(found.folder, manifest, merge(indexes), indexes)
+    return CheckpointReader(found.folder, manifest, merge(indexes), indexes)

@@ -27,7 +27,7 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import WEIGHT, Fragment
 from checkpoint.format.rectangles import Box
 from checkpoint.load.choosing import at_step, newest
-from checkpoint.load.restoring import open_source
+from checkpoint.load.restoring import open_checkpoint
 from data.corpus.tokenizer import load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -159,13 +159,13 @@ class RunWeights:
         if found is None:
             raise UserError(f"init_from={run}: this run has no checkpoint yet")
         try:
-            self.source = open_source(found)
+            self.reader = open_checkpoint(found)
             self.model = normal(found.manifest.state["recipe"]["model"])
         except (Damaged, KeyError, TypeError) as error:
             raise UserError(f"init_from={run}@{found.step}: {error}") from None
         self.label = f"{run}@{found.step}"
         self.folder, self.state = found.folder, found.manifest.state
-        index = self.source.index
+        index = self.reader.index
         self.shapes = {
             name: index.shapes[number]
             for name, number in index.tensors.items()
@@ -183,7 +183,7 @@ class RunWeights:
         width = math.prod(shape[1:])
         rows = torch.empty((stop - start) * width)
         try:
-            self.source.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
+            self.reader.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
         except Damaged as damage:
             if not self.folder.is_dir():
                 raise UserError(
