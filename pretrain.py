@@ -41,6 +41,7 @@ from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
 from checkpoint.load.restoring import Loaded, load
+from checkpoint.save.interval import is_due
 from checkpoint.save.lease import Lease
 from data.stream.collect import LEDGER_EVERY, Collector
 from data.stream.ledger import Ledger
@@ -298,7 +299,7 @@ def loop(run: Run, record: Record | None) -> int:
                 result = untrained(data.num_tokens, me.device)
             sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
-            if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
+            if run.held_out and is_due(step, recipe.eval_every, last_step):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
@@ -373,11 +374,6 @@ def health_monitor_of(run: Run) -> HealthMonitor:
         rewinds_by_policy(run.folder, run.ranks),
         is_changed=any(change.treatment == "deliberate" for change in run.changes),
     )
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something done every `every` steps is done after `step`; 0 = never."""
-    return every > 0 and step % every == 0
 
 
 def evaluation_batches(

@@ -29,8 +29,8 @@ from checkpoint.format.state import RunState, random_states
 from checkpoint.load.choosing import Keep
 from checkpoint.save import replicas
 from checkpoint.save.background import WAITS, Background
-from checkpoint.save.commit import SaveReport, due, save
-from checkpoint.save.interval import Cost, Pace
+from checkpoint.save.commit import SaveReport, save
+from checkpoint.save.interval import Cost, Pace, is_due
 from checkpoint.save.lease import Lease
 from recipes.schema import Recipe
 from record import run_folder
@@ -120,9 +120,9 @@ class Saver:
         """Whether a save follows update `step`; `is_asked` = the run ends early after it. A trial
         that saves nothing (no interval, `at_end` false) does not save then either."""
         if self.pace:
-            planned = step == self.last_step or step >= self.pace.next
+            planned = self.pace.is_due(step, self.last_step)
         else:
-            planned = due(step, self.wanted.interval, self.last_step)
+            planned = is_due(step, self.wanted.interval, self.last_step)
         keeps = self.wanted.at_end or self.wanted.interval != 0
         return planned or (is_asked and keeps)
 

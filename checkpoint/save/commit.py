@@ -66,13 +66,6 @@ class SaveFailed(Exception):
     """Some rank could not do its part; the same message on every rank."""
 
 
-def due(step: int, every: int, last: int) -> bool:
-    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one,
-    once.
-    """
-    return step == last or (every > 0 and step % every == 0)
-
-
 def save(
     run_folder: Path,
     step: int,

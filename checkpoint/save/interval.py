@@ -34,6 +34,13 @@ class Cost:
     step_s: float | None
 
 
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Return whether what is done each `every` updates (0 = never) and after the last one follows
+    update `step`. Saves at a fixed interval and evaluations use it.
+    """
+    return step == last_step or (every > 0 and step % every == 0)
+
+
 def young_steps(mtbf_s: float, stall_s: float, save_s: float, step_s: float) -> int:
     """Steps between saves; at least one.
 
@@ -63,6 +70,10 @@ class Pace:
         if stored:
             self.next, self.interval = stored["next"], stored["interval"]
             self.stalls_s, self.saves_s = list(stored["stalls_s"]), list(stored["saves_s"])
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether a save follows update `step`: each planned one, and the last one."""
+        return step == last_step or step >= self.next
 
     def as_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
