@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,39 +28,17 @@ from checkpoint.format.blocks import (
     opened,
     read_blocks,
     root,
-    split_digests,
 )
 from checkpoint.format.index import FORMAT, ITEM_BYTES, Fragment, Index, Jobs, describe
-
-# What an index holds.
-COLUMNS = {"format": int, "rank": int, "bytes": int, "groups": list, "digests": str, "local": dict}
-
-# Called with the name of a moment and the rank before each open, write, fsync, rename, exchange and
-# commit. Tests kill or delay there.
-Point = Callable[[str, int], None]
-
-
-def nothing(name: str, rank: int) -> None:
-    """The usual `point`: does nothing."""
-
-
-def data_name(rank: int) -> str:
-    """File of a rank's tensors."""
-    return f"rank-{rank:05d}.bin"
-
-
-def index_name(rank: int) -> str:
-    """File of a rank's index."""
-    return f"rank-{rank:05d}.json"
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """OSErrors inside carry `path`, also those of calls that know only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from error
+from checkpoint.format.index_file import (
+    Point,
+    data_name,
+    index_name,
+    naming,
+    nothing,
+    write_all,
+    write_file,
+)
 
 
 def write_rank(
@@ -97,20 +74,6 @@ def write_rank(
         data_name(rank): [num_bytes, root(digests)],
         index_name(rank): [len(text), digest(text).hex()],
     }
-
-
-def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> None:
-    """A new file with `data`, fsynced. Raises OSError with the path."""
-    with naming(path):
-        point(f"open {what}", rank)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            point(f"write {what}", rank)
-            _write_all(descriptor, memoryview(data))
-            point(f"fsync {what}", rank)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -170,7 +133,7 @@ class _Writer:
         blocks = range(0, len(data), BLOCK_BYTES)
         self.digests += [digest(data[at : at + BLOCK_BYTES]) for at in blocks]
         self.point("write data", self.rank)
-        _write_all(self.descriptor, data)
+        write_all(self.descriptor, data)
         # Linux begins to write these pages out now, so that the fsync at the end finds little to
         # do, and a checkpoint does not push the corpus out of the page cache.
         os.posix_fadvise(self.descriptor, self.written, len(data), os.POSIX_FADV_DONTNEED)
@@ -184,49 +147,6 @@ class _Writer:
         self.point("fsync data", self.rank)
         os.fsync(self.descriptor)
         return self.written, self.digests
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def read_index(folder: Path, rank: int, entry: Sequence) -> dict:
-    """Index of a rank, compared with its manifest `entry` [bytes, digest] before it is parsed."""
-    path = folder / index_name(rank)
-    return parse_index(read_checked(path, *entry), path)
-
-
-def parse_index(text: bytes, path: Path) -> dict:
-    """An index from its checked text; Damaged unless it has the columns of one."""
-    try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: no JSON ({error})") from None
-    if not isinstance(index, dict) or {k: type(v) for k, v in index.items()} != COLUMNS:
-        raise Damaged(f"{path}: not the index of a rank")
-    return index
-
-
-def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
-    """A whole small file; Damaged unless it has the size and digest that the manifest says."""
-    with opened(path) as descriptor:
-        check_size(descriptor, path, num_bytes)
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            data = file.read(num_bytes + 1)
-    if len(data) != num_bytes or digest(data).hex() != expected:
-        raise Damaged(f"{path}: differs from its digest", kind="flipped")
-    return data
-
-
-def file_digests(folder: Path, rank: int, index: dict, entry: Sequence) -> list[bytes]:
-    """Digests of the blocks of a rank's data file; Damaged unless the manifest agrees."""
-    path = folder / data_name(rank)
-    num_bytes, expected = entry
-    digests = split_digests(index["digests"], num_bytes, path)
-    if index["bytes"] != num_bytes or root(digests) != expected:
-        raise Damaged(f"{path}: its index and the manifest disagree")
-    return digests
 
 
 def read(

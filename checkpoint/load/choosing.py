@@ -23,6 +23,14 @@ from base.errors import UserError
 from checkpoint.comm import Comm, broadcast
 from checkpoint.format.blocks import Damaged, Problem, check_file, opened
 from checkpoint.format.epochs import Fence
+from checkpoint.format.index_file import (
+    Point,
+    data_name,
+    file_digests,
+    index_name,
+    nothing,
+    read_index,
+)
 from checkpoint.format.manifest import (
     NAME,
     STEP_PATTERN,
@@ -32,14 +40,6 @@ from checkpoint.format.manifest import (
     none_is_whole,
     read_manifest,
     size_problems,
-)
-from checkpoint.format.storage import (
-    Point,
-    data_name,
-    file_digests,
-    index_name,
-    nothing,
-    read_index,
 )
 
 # Blocks of each file that a sampled check reads, besides the first and the last.
@@ -143,7 +143,10 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
     """The newest whole checkpoint of a step under `below`, the same on all ranks; a collective."""
     checkpoints = run_folder / "checkpoints"
     return _first_looks(
-        comm, lambda: _look(checkpoints, depth, below), checkpoints, "choice of the checkpoint"
+        comm,
+        lambda: newest_whole(checkpoints, lambda path, _: verify(path, depth), below),
+        checkpoints,
+        "choice of the checkpoint",
     )
 
 
@@ -158,19 +161,29 @@ def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
     return choice
 
 
-def _look(checkpoints: Path, depth: str, below: int | None) -> Choice:
+def newest_whole(
+    checkpoints: Path,
+    problems_of: Callable[[Path, Manifest], Sequence[str]],
+    below: int | None = None,
+) -> Choice:
+    """Walk the checkpoints of the current lineage from the newest to the oldest, and take the first
+    one (of a step under `below`) whose manifest holds and of which `problems_of` reports nothing.
+
+    Every decision about where a run resumes goes through this function. Raises UserError for a
+    checkpoint that another version of the project wrote.
+    """
     damaged: list[tuple[Path, list[str]]] = []
     for step, folder in reversed(committed(checkpoints)):
         if below is not None and step >= below:
             continue
         try:
             manifest = read_manifest(folder)
-            problems = verify(folder, depth)
+            problems = problems_of(folder, manifest)
         except Damaged as damage:
             problems = damage.problems
         if not problems:
             return Choice(Found(step, folder, manifest), damaged)
-        damaged.append((folder, problems))
+        damaged.append((folder, list(problems)))
     return Choice(None, damaged)
 
 

@@ -21,16 +21,16 @@ from base.errors import UserError
 from checkpoint.comm import Comm, broadcast
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import Fragment, Index, merge, plan
-from checkpoint.format.manifest import Manifest, none_is_whole
-from checkpoint.format.storage import (
+from checkpoint.format.index_file import (
     data_name,
     file_digests,
     index_name,
     parse_index,
-    read,
     read_checked,
     read_index,
 )
+from checkpoint.format.manifest import Manifest, none_is_whole
+from checkpoint.format.storage import read
 from checkpoint.load.choosing import Choice, Found, at_step, choose, unnamed
 
 

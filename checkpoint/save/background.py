@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoint.comm import Comm
 from checkpoint.format.index import Fragment
-from checkpoint.format.storage import Point, nothing
+from checkpoint.format.index_file import Point, nothing
 from checkpoint.save.commit import SaveReport, save
 from checkpoint.save.snapshot import Snapshot
 

@@ -30,16 +30,9 @@ from checkpoint.format import manifest as manifests
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fence, Fenced, Open
 from checkpoint.format.index import Fragment, holes, merge
+from checkpoint.format.index_file import Point, index_name, naming, nothing, read_index, write_file
 from checkpoint.format.manifest import Manifest, encode, folder_name, segment_of
-from checkpoint.format.storage import (
-    Point,
-    index_name,
-    naming,
-    nothing,
-    read_index,
-    write_file,
-    write_rank,
-)
+from checkpoint.format.storage import write_rank
 from checkpoint.load.choosing import KEEP, Keep, check_rank, prune, set_aside
 
 # How long a rank looks for the folder that rank 0 made before it calls it missing: network file

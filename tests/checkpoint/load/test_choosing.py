@@ -20,8 +20,8 @@ from checkpoint.comm import Alone
 from checkpoint.format import manifest as manifests
 from checkpoint.format.blocks import BLOCK_BYTES, Damaged
 from checkpoint.format.index import Fragment
+from checkpoint.format.index_file import parse_index
 from checkpoint.format.manifest import Manifest, committed, decode, encode, read_manifest, sweep
-from checkpoint.format.storage import parse_index
 from checkpoint.load.choosing import Keep, at_step, newest, removable, set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
