@@ -17,11 +17,11 @@ from pathlib import Path
 
 from checkpoint.format.blocks import Damaged, check_size, digest, opened, root, split_digests
 
-# What an index holds.
+# Fields of an index, with their types.
 COLUMNS = {"format": int, "rank": int, "bytes": int, "groups": list, "digests": str, "local": dict}
 
-# Called with the name of a moment and the rank before each open, write, fsync, rename, exchange and
-# commit. Tests kill or delay there.
+# A hook that is called before each open, write, fsync, rename, exchange and commit, with the name
+# of that moment and the rank. Tests kill or delay a process there.
 Point = Callable[[str, int], None]
 
 
@@ -30,18 +30,18 @@ def nothing(name: str, rank: int) -> None:
 
 
 def data_name(rank: int) -> str:
-    """File of a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.bin"
 
 
 def index_name(rank: int) -> str:
-    """File of a rank's index."""
+    """Return the name of the file with a rank's index."""
     return f"rank-{rank:05d}.json"
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """OSErrors inside carry `path`, also those of calls that know only a descriptor."""
+    """Add `path` to OSErrors raised inside, also by calls that know only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -49,7 +49,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> None:
-    """A new file with `data`, fsynced. Raises OSError with the path."""
+    """Create a file with `data` and fsync it. Raises OSError with the path."""
     with naming(path):
         point(f"open {what}", rank)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -63,29 +63,34 @@ def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> N
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of `data`; one call of os.write may write less than it was given."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def read_index(folder: Path, rank: int, entry: Sequence) -> dict:
-    """Index of a rank, compared with its manifest `entry` [bytes, digest] before it is parsed."""
+    """Read the index of a rank. It is compared with its manifest `entry` [bytes, digest] before it
+    is parsed. Raises Damaged.
+    """
     path = folder / index_name(rank)
     return parse_index(read_checked(path, *entry), path)
 
 
 def parse_index(text: bytes, path: Path) -> dict:
-    """An index from its checked text; Damaged unless it has the columns of one."""
+    """Parse the checked text of an index. Raises Damaged unless it has exactly the fields of
+    one.
+    """
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: no JSON ({error})") from None
+        raise Damaged(f"{path}: it is not JSON ({error})") from None
     if not isinstance(index, dict) or {k: type(v) for k, v in index.items()} != COLUMNS:
-        raise Damaged(f"{path}: not the index of a rank")
+        raise Damaged(f"{path}: it is not the index of a rank")
     return index
 
 
 def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
-    """A whole small file; Damaged unless it has the size and digest that the manifest says."""
+    """Read a whole small file. Raises Damaged unless it has the size and digest of the manifest."""
     with opened(path) as descriptor:
         check_size(descriptor, path, num_bytes)
         with os.fdopen(os.dup(descriptor), "rb") as file:
@@ -96,7 +101,9 @@ def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
 
 
 def file_digests(folder: Path, rank: int, index: dict, entry: Sequence) -> list[bytes]:
-    """Digests of the blocks of a rank's data file; Damaged unless the manifest agrees."""
+    """Return the digests of the blocks of a rank's data file. Raises Damaged unless they agree with
+    the manifest.
+    """
     path = folder / data_name(rank)
     num_bytes, expected = entry
     digests = split_digests(index["digests"], num_bytes, path)

@@ -1,11 +1,11 @@
-"""Bytes of a rank: fragments to one large file and an index, and rectangles back into them.
+"""Writes the fragments of a rank to one large file and an index, and reads rectangles back.
 
     fragments -> staging buffer -> digest of each block -> rank-00007.bin, then rank-00007.json
     jobs, sorted by file and place -> blocks, compared with their digests -> fragments
 
-The one rule: a file is written once, front to back, and read only where a fragment wants something;
-no tensor format, no pickle. Memory beside the fragments themselves is one window of blocks.
-Units: bytes and elements, as named.
+Rule: a file is written once, front to back, and only the parts that a fragment needs are read;
+there is no tensor format and no pickle. Beside the fragments themselves this needs memory for one
+window of blocks. Units: bytes and elements, as named.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from checkpoint.format.index_file import (
 def write_rank(
     folder: Path, rank: int, fragments: Iterable[Fragment], local: dict, point: Point = nothing
 ) -> dict[str, list]:
-    """Write what this rank owns and its index, durably; {file name: [bytes, digest]}.
+    """Write the pieces that this rank owns, and their index, durably; {file name: [bytes, digest]}.
 
     `local` is JSON of this rank alone (random states). Raises OSError with the path, and
-    FileExistsError when a file is already there.
+    FileExistsError when a file already exists.
     """
     groups, ordered = describe(fragments)
     path = folder / data_name(rank)
@@ -77,9 +77,10 @@ def write_rank(
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of one-dim tensors in order, as few one-dim uint8 tensors as their memory allows.
+    """Give the bytes of one-dimensional tensors in order, as few uint8 tensors as their memory
+    allows.
 
-    Pieces of a flat partition, and of a snapshot, lie one behind the other.
+    Pieces of a flat partition, and those of a snapshot, are neighbours in memory and become one.
     """
     waiting: torch.Tensor | None = None
     for tensor in tensors:
@@ -96,13 +97,15 @@ def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether two uint8 tensors are neighbours in one storage."""
+    """Return whether two uint8 tensors are neighbours in one storage."""
     storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return storage and before.data_ptr() + before.numel() == after.data_ptr()
 
 
 class _Writer:
-    """A file that grows window by window, each block digested before it is written."""
+    """A file that grows window by window; the digest of each block is taken before it is
+    written.
+    """
 
     def __init__(self, path: Path, rank: int, point: Point, pinned: bool):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -113,7 +116,9 @@ class _Writer:
         self.digests: list[bytes] = []
 
     def append(self, source: torch.Tensor) -> None:
-        """Add a one-dim uint8 tensor. Whole windows of host memory are written where they lie."""
+        """Add a one-dimensional uint8 tensor. Whole windows of host memory are written without a
+        copy.
+        """
         done = 0
         while done < len(source):
             count = min(WINDOW_BYTES - self.filled, len(source) - done)
@@ -140,7 +145,7 @@ class _Writer:
         self.written += len(data)
 
     def finish(self) -> tuple[int, list[bytes]]:
-        """Write the rest, fsync; (bytes of the file, digest of each block)."""
+        """Write the rest and fsync; return (bytes of the file, digest of each block)."""
         if self.filled:
             self._write(self.window[: self.filled])
             self.filled = 0
@@ -156,10 +161,10 @@ def read(
     jobs: Jobs,
     fragments: Sequence[Fragment],
 ) -> int:
-    """Carry out `jobs`: copy what is stored into the fragments' tensors; bytes read.
+    """Carry out `jobs`: copy stored elements into the tensors of the fragments; return bytes read.
 
     Every block is compared with its digest before anything is copied from it. Raises Damaged with a
-    line for each bad file; other files are read nevertheless, so that one look names them all.
+    line for each bad file; the other files are still read, so that all bad files are named at once.
     """
     total, problems = 0, []
     ranks, first = np.unique(jobs.file, return_index=True)  # jobs are sorted by file
@@ -189,12 +194,12 @@ class _Reader:
         self.low = self.high = 0
 
     def move(self, low: int, high: int) -> int:
-        """Hold at least [low, high); bytes read."""
+        """Move the window so that it holds at least [low, high); return bytes read."""
         first = low // BLOCK_BYTES
         self.low, self.high = 0, 0  # nothing usable if this fails
         end = min(-(-high // BLOCK_BYTES) * BLOCK_BYTES, self.num_bytes)
         if high > end:
-            raise Damaged(f"{self.path}: its index points behind its end")
+            raise Damaged(f"{self.path}: its index points past its end")
         start = first * BLOCK_BYTES
         room = memoryview(self.buffer.numpy())[: end - start]
         read_blocks(self.descriptor, self.path, first, room, self.digests)
@@ -202,15 +207,17 @@ class _Reader:
         return end - start
 
     def take(self, low: int, high: int) -> torch.Tensor:
-        """Bytes [low, high) of the file, which must lie inside the window."""
+        """Return bytes [low, high) of the file, which must lie inside the window."""
         assert self.low <= low <= high <= self.high
         return self.buffer[low - self.low : high - self.low]
 
 
 def _read_file(source: _Reader, jobs: Jobs, numbers: range, fragments: Sequence[Fragment]) -> int:
-    """Jobs on one file, in order of place; jobs that lie near share one read."""
+    """Carry out the jobs on one file in order of position; jobs close to each other share one
+    read.
+    """
     copies = [copy for i in numbers for copy in _copies(jobs, i, fragments)]
-    copies.sort(key=lambda copy: copy.byte)  # pieces of strided jobs interleave
+    copies.sort(key=lambda copy: copy.byte)  # pieces of strided jobs may interleave
     total, waiting = 0, []
     low = high = 0
     for copy in copies:
@@ -253,17 +260,17 @@ class _Copy:
         self.end = byte + ((rows - 1) * stride + columns) * self.item_bytes
 
     def carry_out(self, source: _Reader) -> None:
-        """From the window to the fragment."""
+        """Copy from the window to the fragment."""
         stored = source.take(self.byte, self.end)
         if stored.storage_offset() % self.item_bytes:
-            stored = stored.clone()  # a view as wider items needs an aligned start
+            stored = stored.clone()  # a view with wider items needs an aligned start
         size = (self.rows, self.columns)
         stored = window(stored.view(self.target.dtype), 0, *size, self.stride)
         window(self.target, self.to, *size, self.to_stride).copy_(stored)
 
 
 def _copies(jobs: Jobs, i: int, fragments: Sequence[Fragment]) -> Iterator[_Copy]:
-    """A job as copies of at most a window each."""
+    """Split a job into copies that each fit a window."""
     target = fragments[int(jobs.fragment[i])].tensor.detach()
     byte, to = int(jobs.byte[i]), int(jobs.to[i])
     rows, columns = int(jobs.rows[i]), int(jobs.columns[i])
@@ -288,10 +295,11 @@ def _copies(jobs: Jobs, i: int, fragments: Sequence[Fragment]) -> Iterator[_Copy
 
 
 def window(buffer: torch.Tensor, first: int, rows: int, columns: int, stride: int) -> torch.Tensor:
-    """(rows, columns) view of a one-dim tensor whose rows begin `stride` elements apart.
+    """Return a (rows, columns) view of a one-dimensional tensor; rows begin `stride` elements
+    apart.
 
-    Raises IndexError when it leaves the tensor, rather than touch foreign memory: `as_strided`
-    alone looks only at the end of the storage.
+    Raises IndexError when the view leaves the tensor. `as_strided` alone only checks the end of the
+    storage, and other tensors may lie before that end.
     """
     last = first + (rows - 1) * stride + columns
     if first < 0 or rows < 1 or not 1 <= columns <= stride or last > buffer.numel():

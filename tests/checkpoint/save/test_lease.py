@@ -254,7 +254,7 @@ def test_what_a_fenced_writer_commits_all_the_same_is_no_checkpoint(tmp_path):
     second = take(tmp_path)
     assert all(r.ok for r in save_on_all(tmp_path, 3, fence=Late()))
     late = tmp_path / "checkpoints" / "step-00000003"
-    assert "committed when epoch 2 had the run already" in verify(late)[0]
+    assert "committed it when epoch 2 had the run already" in verify(late)[0]
     with pytest.raises(Damaged) as caught:
         read_manifest(late)
     assert caught.value.problems[0].kind == "late"
