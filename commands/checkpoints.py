@@ -22,7 +22,8 @@ from base.exits import FAILED, FINISHED
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
 from checkpoint.lineage import lineage_of
-from checkpoint.load.choosing import best, verify
+from checkpoint.load.choosing import verify
+from checkpoint.save.retention import best
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
 HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",

@@ -26,12 +26,12 @@ from base.values import counted
 from checkpoint.comm import Comm, RankComm
 from checkpoint.format.manifest import folder_name
 from checkpoint.format.state import RunState, random_states
-from checkpoint.load.choosing import Keep
 from checkpoint.save import replicas
 from checkpoint.save.background import WAITS, Background
 from checkpoint.save.commit import SaveReport, save
 from checkpoint.save.interval import Cost, Pace, is_due
 from checkpoint.save.lease import Lease
+from checkpoint.save.retention import Keep
 from recipes.schema import Recipe
 from record import run_folder
 from record.heartbeat import HEART

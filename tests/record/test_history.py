@@ -17,9 +17,10 @@ from checkpoint.format.rectangles import Box
 from checkpoint.format.state import RunState
 from checkpoint.lineage import lineage, lineage_of, read
 from checkpoint.load import choosing
-from checkpoint.load.choosing import Keep, at_step
+from checkpoint.load.choosing import at_step
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from commands import verify
 from recipes.compose import compose
 from record import history

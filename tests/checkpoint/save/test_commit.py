@@ -17,9 +17,10 @@ from threads import Killed, run_threads
 
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import read_manifest
-from checkpoint.load.choosing import Keep, verify
+from checkpoint.load.choosing import verify
 from checkpoint.save import commit
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 
 
 def test_a_save_is_loaded_by_the_same_and_by_other_numbers_of_ranks(tmp_path):

@@ -19,9 +19,10 @@ from checkpoint.format import epochs
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fenced, Holder
 from checkpoint.format.manifest import committed, read_manifest
-from checkpoint.load.choosing import Keep, verify
+from checkpoint.load.choosing import verify
 from checkpoint.save import lease
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from record import run_folder
 
 ME = {"boot": "b1", "namespace": "n1", "lock": 7, "folder": 70, "family": "f1"}
