@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint.save.retention import Keep
 from pieces import blank, cut_flat, full_tensors
 
 from checkpoint.comm import Alone
 from checkpoint.format.manifest import committed
-from checkpoint.load.choosing import Keep, set_aside, verify
+from checkpoint.load.choosing import set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save import lease
 from checkpoint.save.background import Background

@@ -18,7 +18,7 @@ import torch
 from parity_worker import SEQ_LEN, tiny_recipe
 from pipeline_worker import Run
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from checkpoint.save.replicas import Drift, Replica, differing, locate, summary
@@ -56,13 +56,13 @@ def train(run: Run, first: int, last: int) -> list[float]:
     return [float(run.step(step).loss) for step in range(first, last + 1)]
 
 
-def save_to(folder: Path, run: Run, ranks: Ranks) -> None:
+def save_to(folder: Path, run: Run, ranks: RankComm) -> None:
     state: dict[str, Any] = {"step": SAVED, "recipe": dataclasses.asdict(run.recipe)}
     report = save(folder, SAVED, run.engine.fragments(), state, ranks)
     assert report.ok, report.problem
 
 
-def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
+def flipped(run: Run, ranks: RankComm) -> dict[str, Any]:
     """Of each group of holders that the last rank is in: the weight that is spoiled there, and the
     first weight and the ranks that are found. Before: holders that differ without that."""
     own = run.engine.replicas()
@@ -84,7 +84,7 @@ def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
     return seen
 
 
-def drifted(own: list[Replica], ranks: Ranks) -> tuple[list[str], list[Drift]]:
+def drifted(own: list[Replica], ranks: RankComm) -> tuple[list[str], list[Drift]]:
     differ = differing(ranks.exchange(summary(own), "summary"))
     return differ, locate(own, differ, ranks)
 
@@ -95,7 +95,7 @@ def main(out: Path, corpus: Path, folder: Path) -> None:
     ranks = None
     for name in LAYOUTS:
         run = Run(recipe_of(name, corpus))
-        ranks = ranks or Ranks()
+        ranks = ranks or RankComm()
         seen["before"][name] = train(run, 1, SAVED)
         save_to(folder / name, run, ranks)
         seen["flipped"][name] = flipped(run, ranks)

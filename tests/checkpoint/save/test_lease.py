@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from checkpoint.save.retention import Keep
 from pieces import cut_flat
 from saves import load_on_all, save_on_all, tensors
 
@@ -20,7 +21,7 @@ from checkpoint.format import epochs
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fenced, Holder
 from checkpoint.format.manifest import committed, read_manifest
-from checkpoint.load.choosing import Keep, verify
+from checkpoint.load.choosing import verify
 from checkpoint.save import lease
 from checkpoint.save.commit import save
 from record import run_folder
@@ -255,7 +256,7 @@ def test_what_a_fenced_writer_commits_all_the_same_is_no_checkpoint(tmp_path):
     second = take(tmp_path)
     assert all(r.ok for r in save_on_all(tmp_path, 3, fence=Late()))
     late = tmp_path / "checkpoints" / "step-00000003"
-    assert "committed when epoch 2 had the run already" in verify(late)[0]
+    assert "committed it when epoch 2 had the run already" in verify(late)[0]
     with pytest.raises(Damaged) as caught:
         read_manifest(late)
     assert caught.value.problems[0].kind == "late"
