@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from base.paths import ROOT
 from commands import knobs
 from recipes.check import knob_names
 from recipes.schema import (
@@ -24,7 +25,6 @@ from recipes.schema import (
     Watch,
 )
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = (
     "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",
     "pretrain.py",

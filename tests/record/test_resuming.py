@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_threads import run_threads
 from small_corpora import counting_document, stream_of, write_corpus
-from threads import run_threads
 
 from base.errors import UserError
 from checkpoint.comm import Alone

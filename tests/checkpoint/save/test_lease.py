@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from pieces import cut_flat
-from saves import load_on_all, save_on_all, tensors
+from saves_on_threads import load_on_all, save_on_all, tensors
+from small_fragments import cut_flat
 
 from base.errors import UserError
 from checkpoint.comm import Alone
