@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint.save.retention import Keep
+from rank_threads import run_threads
 from small_corpora import counting_document, stream_of, write_corpus
-from threads import run_threads
 
 from base.errors import UserError
 from checkpoint.comm import Alone
@@ -22,6 +21,7 @@ from checkpoint.format.state import RunState
 from checkpoint.lineage import lineage_of
 from checkpoint.load.outside_weights import same_everywhere
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from data.stream.collect import Collector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.compose import compose_command

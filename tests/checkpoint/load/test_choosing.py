@@ -7,14 +7,13 @@ import shutil
 
 import pytest
 import torch
-from checkpoint.save.retention import Keep, removable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import WORLD, folder, rewritten
-from pieces import Payload, blank, cut_flat, full_tensors
-from saves import load_on_all, save_on_all, steps
-from saves import tensors as tensors_at
-from threads import run_threads
+from rank_threads import run_threads
+from saves_on_threads import load_on_all, save_on_all, steps
+from saves_on_threads import tensors as tensors_at
+from small_fragments import Payload, blank, cut_flat, full_tensors
 
 from base.errors import UserError
 from checkpoint.comm import Alone
@@ -26,6 +25,7 @@ from checkpoint.format.manifest import Manifest, committed, decode, encode, read
 from checkpoint.load.choosing import at_step, newest, set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep, removable
 from commands import checkpoints as lister
 from commands import verify as verifier
 

@@ -10,17 +10,17 @@ import threading
 import time
 
 import pytest
-from checkpoint.save.retention import Keep
-from pieces import cut_flat
+from rank_threads import Killed, run_threads
 from ranks import ROOT, run_ranks
-from saves import WORLD, load_on_all, save_on_all, steps, tensors
-from threads import Killed, run_threads
+from saves_on_threads import WORLD, load_on_all, save_on_all, steps, tensors
+from small_fragments import cut_flat
 
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import read_manifest
 from checkpoint.load.choosing import verify
 from checkpoint.save import commit
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 
 
 def test_a_save_is_loaded_by_the_same_and_by_other_numbers_of_ranks(tmp_path):

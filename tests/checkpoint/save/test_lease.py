@@ -10,9 +10,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from checkpoint.save.retention import Keep
-from pieces import cut_flat
-from saves import load_on_all, save_on_all, tensors
+from saves_on_threads import load_on_all, save_on_all, tensors
+from small_fragments import cut_flat
 
 from base.errors import UserError
 from base.run_variables import FAMILY
@@ -24,6 +23,7 @@ from checkpoint.format.manifest import committed, read_manifest
 from checkpoint.load.choosing import verify
 from checkpoint.save import lease
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from record import run_folder
 
 ME = {"boot": "b1", "namespace": "n1", "lock": 7, "folder": 70, "family": "f1"}
