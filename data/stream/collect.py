@@ -23,7 +23,7 @@ from data.stream.stream import StepData
 LEDGER_EVERY = 10  # steps between gathers: 8 bytes per sample, far from the step's critical path
 
 
-class Collector:
+class LedgerCollector:
     """Holds the steps since the last gather. `ledger` is None on ranks that do not write it.
 
     `gather` is the collective: this rank's hashes uint64 (n,) -> all ranks' (ranks, n), in rank

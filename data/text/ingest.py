@@ -40,12 +40,13 @@ from data.text.assemble import (
 )
 from data.text.encoding import EngineDiffers, choose_engine
 from data.text.held_out import held_digests
-from data.text.inputs import InputFile, Unit, check_unchanged, find_inputs, parts_of, plan_units
+from data.text.inputs import InputFile, check_unchanged, find_inputs, parts_of
 from data.text.publish import Made, summaries, write_fields
 from data.text.reading import check_columns, read_unit
 from data.text.settings import Settings
 from data.text.shuffle import plan_shuffled, shuffled
 from data.text.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
+from data.text.unit_plan import Unit, plan_units
 from data.text.workers import run_tasks
 
 # Below it one process is done before workers have started: bytes of text, of tokens.

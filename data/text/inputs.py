@@ -12,14 +12,12 @@ Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from base.errors import UserError
 
@@ -34,10 +32,6 @@ KINDS = {
 # How packed files begin: a .zst also with a frame that is passed over, as pzstd writes it.
 PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
-UNIT_BYTES = 16 << 20
-MOST_UNITS = 8192  # beyond it units grow, so that the work folder stays small
-UNIT_FILES = 1000
-UNIT_ROWS = 16384
 ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
 MOST_SHOWN = 5
 
@@ -56,31 +50,6 @@ class InputFile:
     def place(self, row: int) -> str:
         """Where a row is, for a person: path:line, or path and row."""
         return f"{self.path}:{row}" if self.kind in ("jsonl", "text") else f"{self.path} row {row}"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one worker reads at a time: whole files, or one file's bytes (jsonl, lines of text), row
-    groups (parquet) or rows (dataset) from start to stop.
-    """
-
-    files: tuple[InputFile, ...]
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return self.stop - self.start if self.is_range else sum(file.bytes for file in self.files)
-
-    @property
-    def is_range(self) -> bool:
-        """Whether start and stop are bytes of one plain file."""
-        return self.stop > 0 and self.files[0].kind in ("jsonl", "text")
-
-    def identity(self) -> list:
-        """What makes two units the same work: names, sizes and times of files, and the range."""
-        files = [[f.name, f.kind, f.packed, f.bytes, f.mtime_ns] for f in self.files]
-        return [files, self.start, self.stop]
 
 
 def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
@@ -124,41 +93,20 @@ def is_dataset(folder: Path) -> bool:
     return (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
 
 
+@functools.lru_cache(maxsize=8)
+def open_dataset(path: Path):
+    """A data set that `datasets` saved, mapped into memory."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise UserError(f"{path}: `datasets` cannot open it: {error}") from None
+
+
 def parts_of(text: str) -> list[str]:
     """The paths and globs in IN: all of it, where that is one with blanks, else its words."""
     return [text] if os.path.lexists(text) or glob.glob(text, recursive=True) else text.split()
-
-
-def plan_units(files: list[InputFile], document: str) -> list[Unit]:
-    """Cut the input into units, in input order. document: how text files are cut (see
-    `data.text.reading`).
-    """
-    total = sum(file.bytes for file in files)
-    size = UNIT_BYTES * max(1, -(-total // (UNIT_BYTES * MOST_UNITS)))
-    units, group = [], []
-    for file in files:
-        is_whole = file.kind == "text" and document == "file"
-        is_full = len(group) >= UNIT_FILES or sum(f.bytes for f in group) + file.bytes > size
-        if group and (not is_whole or is_full):
-            units.append(Unit(tuple(group)))
-            group = []
-        if is_whole:
-            group.append(file)
-        elif file.packed or (file.kind == "text" and document != "line"):
-            units.append(Unit((file,)))
-        elif file.kind == "parquet":
-            units += _row_groups(file, size)
-        elif file.kind == "dataset":
-            rows = _dataset_rows(file)
-            units += [
-                Unit((file,), low, min(low + UNIT_ROWS, rows)) for low in range(0, rows, UNIT_ROWS)
-            ] or [Unit((file,))]
-        else:
-            units += [
-                Unit((file,), low, min(low + size, file.bytes))
-                for low in range(0, file.bytes, size)
-            ] or [Unit((file,))]
-    return units + ([Unit(tuple(group))] if group else [])
 
 
 def check_unchanged(files: list[InputFile]) -> None:
@@ -289,29 +237,6 @@ def _twice(paths: list[Path]) -> list[str]:
             problems.append(f"{path}: is the same file as {seen[key]}; name it once")
         seen.setdefault(key, path)
     return problems
-
-
-def _row_groups(file: InputFile, size: int) -> list[Unit]:
-    try:
-        metadata = pq.ParquetFile(file.path).metadata
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{file.path}: is no whole Parquet file: {error}") from None
-    units, start, held = [], 0, 0
-    for group in range(metadata.num_row_groups):
-        columns = range(metadata.num_columns)
-        held += sum(metadata.row_group(group).column(c).total_compressed_size for c in columns)
-        if held >= size:
-            units.append(Unit((file,), start, group + 1))
-            start, held = group + 1, 0
-    if start < metadata.num_row_groups or not units:
-        units.append(Unit((file,), start, metadata.num_row_groups))
-    return units
-
-
-def _dataset_rows(file: InputFile) -> int:
-    from data.text.reading import open_dataset
-
-    return len(open_dataset(file.path))
 
 
 def _few(problems: list[str]) -> list[str]:

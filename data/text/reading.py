@@ -21,26 +21,26 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from base.errors import UserError
-from data.text.inputs import InputFile, Unit
+from data.text.inputs import InputFile, open_dataset
 from data.text.settings import Settings
+from data.text.unit_plan import Unit
 
 BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 30  # a line or document beyond it is a file without line ends, not text
 BATCH_ROWS = 256
 BOM = b"\xef\xbb\xbf"
 
-Advance = Callable[[int], None]  # told how many bytes of the input have been read since last time
+Advance = Callable[[int], None]  # takes the bytes of the input that were read since the last call
 
 
 @dataclass(slots=True)
-class Record:
+class InputRecord:
     """One row of the input. data is None where there is a problem (reason, what is wrong) or, with
     no problem, where the line is blank."""
 
@@ -55,7 +55,7 @@ class Record:
     raw: bytes = b""  # what is put aside when there is a problem
 
 
-def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
     """Records of a unit in order. Raises UserError for a file that is damaged or lacks the
     column."""
     if unit.files[0].kind == "text" and settings.document == "file":
@@ -101,17 +101,6 @@ def check_columns(file: InputFile, settings: Settings) -> None:
                 f"{file.path}: column {name!r} holds {kind}, expected text; name another: "
                 "OVERRIDES=text=..."
             )
-
-
-@functools.lru_cache(maxsize=8)
-def open_dataset(path: Path):
-    """A data set that `datasets` saved, mapped into memory."""
-    import datasets
-
-    try:
-        return datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise UserError(f"{path}: `datasets` cannot open it: {error}") from None
 
 
 @contextmanager
@@ -180,13 +169,13 @@ class BadLine(Exception):
     """Why a line gives no text: (reason, what is wrong)."""
 
 
-def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
-    file, told = unit.files[0], 0
+def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
+    file, reported = unit.files[0], 0
     stop = unit.stop if unit.is_range else None
     with opened(file) as (stream, tell):
         number = 0
         for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
-            record = Record(0, number, offset, len(line))
+            record = InputRecord(0, number, offset, len(line))
             text = line.removeprefix(BOM) if offset == 0 else line
             try:
                 if len(line) > MOST_LINE_BYTES:
@@ -203,31 +192,31 @@ def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[
                 record.problem, record.raw = (error.args[0], error.args[1]), line
             yield record
             read = min(offset + len(line) - unit.start, unit.bytes) if unit.is_range else tell()
-            if read - told >= BLOCK_BYTES:
-                advance(read - told)
-                told = read
-    advance(unit.bytes - told)
+            if read - reported >= BLOCK_BYTES:
+                advance(read - reported)
+                reported = read
+    advance(unit.bytes - reported)
 
 
-def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[Record]:
+def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[InputRecord]:
     """Documents of a text file by lines, blank lines or a delimiter; row is the line of the
     start."""
-    file, told = unit.files[0], 0
+    file, reported = unit.files[0], 0
     stop = unit.stop if unit.is_range else None
     delimiter = None if rule in ("line", "blank") else rule.encode()
     with opened(file) as (stream, tell):
         if rule == "line":
             for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
                 text = line.removesuffix(b"\n").removesuffix(b"\r")
-                yield _limited(Record(0, number, offset, len(line), text))
+                yield _limited(InputRecord(0, number, offset, len(line), text))
         else:
             parts = _blocks_of_lines(stream) if delimiter is None else _cut(stream, delimiter)
             for row, offset, text in parts:
-                yield _limited(Record(0, row, offset, len(text), text))
-                if tell() - told >= BLOCK_BYTES and not unit.is_range:
-                    advance(tell() - told)
-                    told = tell()
-    advance(unit.bytes - told)
+                yield _limited(InputRecord(0, row, offset, len(text), text))
+                if tell() - reported >= BLOCK_BYTES and not unit.is_range:
+                    advance(tell() - reported)
+                    reported = tell()
+    advance(unit.bytes - reported)
 
 
 def _blocks_of_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -264,7 +253,7 @@ def _cut(stream: BinaryIO, delimiter: bytes) -> Iterator[tuple[int, int, bytes]]
             row, offset, held = row + held.count(b"\n"), offset + len(held), b""
 
 
-def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
     file = unit.files[0]
     with pq.ParquetFile(file.path, memory_map=True) as table:
         metadata = table.metadata
@@ -281,7 +270,7 @@ def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
             advance(int(len(batch) * share))
 
 
-def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
     file = unit.files[0]
     columns = [settings.text, *([settings.id] if settings.id else [])]
     table = open_dataset(file.path).select_columns(columns).with_format("arrow")
@@ -294,13 +283,13 @@ def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
         advance(int((high - low) * share))
 
 
-def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[Record]:
+def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[InputRecord]:
     """Records of a column; text is taken as bytes, so that what is not UTF-8 meets our own rule."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     is_large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     for number, data in enumerate(column.cast(pa.large_binary() if is_large else pa.binary())):
-        record = Record(0, row + number, id=ids[number], data=data.as_py())
+        record = InputRecord(0, row + number, id=ids[number], data=data.as_py())
         if record.data is None:
             record.problem = ("null_text", f"column {name!r} is null")
         yield _limited(record)
@@ -313,14 +302,14 @@ def _ids(batch, settings: Settings) -> list:
     return [_id(value) for value in column.to_pylist()]
 
 
-def _whole(number: int, file: InputFile) -> Record:
+def _whole(number: int, file: InputFile) -> InputRecord:
     """A text file as one document."""
     with opened(file) as (stream, _):
         data = stream.read(MOST_LINE_BYTES + 1)
-    return _limited(Record(number, 1, 0, len(data), data))
+    return _limited(InputRecord(number, 1, 0, len(data), data))
 
 
-def _limited(record: Record) -> Record:
+def _limited(record: InputRecord) -> InputRecord:
     if record.data is not None and len(record.data) > MOST_LINE_BYTES:
         record.problem = ("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes: cut it")
         record.raw, record.data = record.data, None

@@ -16,9 +16,10 @@ from base.errors import UserError
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.documents import Document, clean_text
 from data.corpus.tokenizer import TextTokenizer, train_bpe
-from data.text.inputs import InputFile, find_inputs, plan_units
+from data.text.inputs import InputFile, find_inputs
 from data.text.reading import check_columns, read_unit
 from data.text.settings import Settings
+from data.text.unit_plan import plan_units
 from data.text.workers import progress_bar
 
 MOST_BYTES = 1 << 30  # of input: words are counted in memory

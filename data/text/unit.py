@@ -28,9 +28,10 @@ from data.corpus.documents import Document, clean_text
 from data.corpus.indexed import token_dtype
 from data.corpus.tokenizer import library_version
 from data.text.encoding import Encoder
-from data.text.inputs import InputFile, Unit
-from data.text.reading import Advance, Record, read_unit
+from data.text.inputs import InputFile
+from data.text.reading import Advance, InputRecord, read_unit
 from data.text.settings import Settings
+from data.text.unit_plan import Unit
 
 BATCH_CHARS = 1 << 20
 MOST_RAW_BYTES = 1 << 20  # of a bad line that is put aside; a longer one is cut, and says so
@@ -104,7 +105,7 @@ class _Output:
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._counts = [Counter() for _ in self._files]
-        self._batch: list[tuple[Record, str]] = []
+        self._batch: list[tuple[InputRecord, str]] = []
         self._chars = self._rows = 0
         self._longest = None
         self._filters = task.settings.filters
@@ -120,7 +121,7 @@ class _Output:
         for one in (self._ids, self._bad, self._table, self._docs):
             one.close()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: InputRecord) -> None:
         """Take one record: into the batch, aside, or dropped; counted in each case."""
         counts = self._counts[record.source]
         counts["rows"] += 1
@@ -149,7 +150,7 @@ class _Output:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def _add_text(self, record: Record, counts: Counter) -> None:
+    def _add_text(self, record: InputRecord, counts: Counter) -> None:
         data, file = record.data, self._files[record.source]
         if isinstance(data, bytes):
             try:
@@ -197,7 +198,7 @@ class _Output:
             self._table.write_batch(pa.record_batch(columns, schema=SCHEMA))
         self._batch, self._chars = [], 0
 
-    def _write(self, record: Record, text: str, ids, counts: Counter, columns: dict) -> None:
+    def _write(self, record: InputRecord, text: str, ids, counts: Counter, columns: dict) -> None:
         tokenizer, data = self._encoder.tokenizer, text.encode()
         whole = np.concatenate([self._begin, ids, self._end])
         if int(whole.max()) > np.iinfo(self._dtype).max:
@@ -227,7 +228,7 @@ class _Output:
         for name, value in zip(columns, row, strict=True):
             columns[name].append(value)
 
-    def _put_aside(self, record: Record, counts: Counter) -> None:
+    def _put_aside(self, record: InputRecord, counts: Counter) -> None:
         reason, detail = record.problem
         file = self._files[record.source]
         if self._settings.max_bad == 0:

@@ -17,7 +17,7 @@ from base.errors import UserError
 from commands import corpus
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.tokenizer import train_bpe
-from data.text import ingest, inputs, unit
+from data.text import ingest, inputs, unit, unit_plan
 from data.text.duplicates import mark_first
 from data.text.filters import Filters, class_counts
 from data.text.settings import read_settings
@@ -25,7 +25,7 @@ from data.text.settings import read_settings
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 300)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 300)
     monkeypatch.setattr(unit, "BATCH_CHARS", 120)
 
 
@@ -53,7 +53,7 @@ def test_workers_and_units_do_not_change_a_byte(mixed, tmp_path, small_units, mo
         monkeypatch.setattr(ingest, "FEW_BYTES", 0 if workers == 2 else ingest.FEW_BYTES)
         build(mixed, tmp_path / f"w{workers}", *words, workers=workers)
         assert digest(tmp_path / f"w{workers}") == digest(tmp_path / "one")
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 1 << 20)
     build(mixed, tmp_path / "large", *words)
     assert digest(tmp_path / "large") == digest(tmp_path / "one")
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".work")] == []
