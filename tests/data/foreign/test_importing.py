@@ -14,7 +14,8 @@ from base.errors import UserError
 from commands.corpus_verify import verify_corpus
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.tokenizer import byte_tokenizer
-from data.foreign.importing import ImportSettings, import_corpus
+from data.foreign.import_checks import ImportSettings
+from data.foreign.importing import import_corpus
 from data.foreign.token_files import find_foreign
 from data.stream.schedule import read_schedule
 from data.stream.stream import open_stream
