@@ -22,9 +22,8 @@ from base.units import duration
 from base.values import counted
 from checkpoint.format.manifest import NAME, committed
 from checkpoint.lineage import run_folder
-from record.attempts import ENDINGS, unix_s
+from record.attempts import ENDINGS, FAILURES, is_end, unix_s
 from record.event_lines import line_of
-from record.goodput import FAILURES, is_end
 from record.presence import is_living, launcher, shown
 from record.records import METRICS, METRICS_HAVE, last_lines, notes, read_events
 from record.requests import read_request

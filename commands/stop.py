@@ -16,9 +16,8 @@ from pathlib import Path
 from base.command_line import Parser, carry_out
 from base.exits import FAILED, FINISHED
 from checkpoint.lineage import run_folder
-from record.attempts import unix_s
+from record.attempts import FAILURES, is_end, unix_s
 from record.event_lines import line_of
-from record.goodput import FAILURES, is_end
 from record.presence import is_living, launcher, shown
 from record.records import read_events
 from record.requests import BETWEEN_LIVES, ask, read_request

@@ -23,7 +23,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from base.units import duration
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import forecast
-from record.attempts import unix_s
+from record.attempts import Attempt, is_end, unix_s
 from record.presence import is_living
 from record.records import read_events, read_metrics
 
@@ -47,26 +47,6 @@ PARTS = {
     "idle": "nobody ran it",
     "other": "what nobody claims",
 }
-FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
-
-
-@dataclass
-class Attempt:
-    """One attempt, from the start of its processes to the end of the last one."""
-
-    number: int
-    began_s: float  # time of day
-    ended_s: float
-    cause: str | None  # None = it goes on
-    steps: int  # that it trained, also those that others trained again
-    seconds: Mapping[str, float]
-    lines: list[Mapping[str, Any]] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether something broke."""
-        return self.cause in FAILURES
 
 
 def attempts_of(
@@ -92,22 +72,28 @@ def attempts_of(
         end, began, own = ended.get(number), begun.get(number), trained[number]
         if end:
             start_s, stop_s, seconds = end["began_unix_s"], end["ended_unix_s"], end["seconds"]
-            steps = (end.get("last_step") or 0) - (end.get("from_step") or 0)
+            from_step, last_step = end.get("from_step"), end.get("last_step")
         else:
             start_s, stop_s = began.get("started_unix_s", unix_s(began)), now_s
             load_s = loads[number]
             start = max(0.0, unix_s(began) - start_s - load_s)
-            seconds, steps = {"load": load_s, "start": start}, len(own)
-        cause = end["cause"] if end else None
-        found.append(Attempt(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
+            seconds = {"load": load_s, "start": start}
+            from_step = began.get("after_step") or 0
+            last_step = from_step + len(own)
+        found.append(
+            Attempt(
+                start_s,
+                stop_s,
+                cause=end["cause"] if end else None,
+                number=number,
+                from_step=from_step,
+                last_step=last_step,
+                seconds=seconds,
+                lines=own,
+                stalls_s=stalls[number],
+            )
+        )
     return found
-
-
-def is_end(event: Mapping[str, Any]) -> bool:
-    """Whether it is the line of an attempt that is over; older runs began their attempts with
-    `attempt`.
-    """
-    return event["kind"] == "attempt" and "cause" in event
 
 
 def account(attempts: Sequence[Attempt]) -> dict[str, float]:
@@ -120,7 +106,7 @@ def account(attempts: Sequence[Attempt]) -> dict[str, float]:
         for name, seconds in account_attempt(attempt, usual_s).items():
             total[name] += seconds
     for before, attempt in itertools.pairwise(attempts):
-        gap_s = max(0.0, attempt.began_s - before.ended_s)
+        gap_s = max(0.0, attempt.began_unix_s - before.ended_unix_s)
         restart_s = max(0.0, min(gap_s, attempt.seconds.get("restart", 0.0)))
         total["restart"] += restart_s
         total["idle"] += gap_s - restart_s
@@ -132,8 +118,8 @@ def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
     host that was cut off lived on, is the later one's. Where the next one seems to begin before
     this one did, the clock was set back, and nothing can be taken from that."""
     found = [
-        replace(attempt, ended_s=min(attempt.ended_s, after.began_s))
-        if after.began_s > attempt.began_s
+        replace(attempt, ended_unix_s=min(attempt.ended_unix_s, after.began_unix_s))
+        if after.began_unix_s > attempt.began_unix_s
         else attempt
         for attempt, after in itertools.pairwise(attempts)
     ]
@@ -146,7 +132,7 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
     """
     parts = {name: attempt.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
     parts |= dict.fromkeys(("useful", "evaluate", "redone", "other"), 0.0)
-    parts["stall"] = sum(attempt.stalls)
+    parts["stall"] = sum(attempt.stalls_s)
     for line in attempt.lines:
         step_s, waited_s = line["step_s"] or 0.0, line["data_s"] or 0.0
         warm_s = max(0.0, step_s - waited_s - usual_s) if line["first_of_attempt"] else 0.0
@@ -155,13 +141,13 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
         parts["evaluate"] += line["eval_s"] or 0.0
         is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
-    rest_s = attempt.ended_s - attempt.began_s - sum(parts.values())
+    rest_s = attempt.ended_unix_s - attempt.began_unix_s - sum(parts.values())
     if rest_s < 0:
         # Stamps of several clocks overlap a little. Where the clock was set back in this attempt,
         # the
         # seconds that were counted in it are what is known.
         parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
-    elif attempt.is_failure or len(attempt.lines) < attempt.steps:
+    elif attempt.is_failure or len(attempt.lines) < attempt.num_steps:
         parts["redone"] += rest_s
     else:
         parts["other"] += rest_s
@@ -222,7 +208,7 @@ def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
         sum(attempt.seconds.get(name, 0.0) for name in ("restart", "start", "load"))
         for attempt in after_failure or attempts[:1]
     ]
-    stalls = [stall for attempt in attempts for stall in attempt.stalls]
+    stalls = [stall for attempt in attempts for stall in attempt.stalls_s]
     return forecast.Costs(
         step_s=usual_s,
         stall_s=statistics.median(stalls) if stalls else 0.0,

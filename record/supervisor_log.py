@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +28,7 @@ class SupervisorLog:
 
     def __init__(self, folder: Path, job: str = ""):
         self.folder, self._job = folder, job
-        self._place = (0, 0, 0)
+        self._progress = attempts.Progress()
         self._attempt: int | None = None  # that ended last
         self._attended: TextIO | None = None
 
@@ -48,16 +49,20 @@ class SupervisorLog:
         events = read_events(self.folder, "began") if self._job and self.folder.is_dir() else []
         return any(event.get("launch", "").startswith(f"{self._job}.") for event in events)
 
-    def place(self) -> tuple[int, int, int]:
-        """(segment, newest step, newest saved step); those of before where none can be read."""
+    def progress(self) -> attempts.Progress:
+        """How far the run has come; as far as was known before where nothing can be read."""
         with contextlib.suppress(OSError, UserError):
-            mark = attempts.mark(self.folder)
-            self._place = mark.segment, mark.step, mark.saved_step
-        return self._place
+            self._progress = attempts.progress_of(self.folder)
+        return self._progress
+
+    def place(self) -> tuple[int, int, int]:
+        """The same as (segment, newest step, newest saved step)."""
+        found = self.progress()
+        return found.segment, found.step, found.saved_step
 
     def trouble(self) -> str | None:
         """Why nothing can be put on record now; None where it can, or nothing was yet."""
-        if self._place == (0, 0, 0):
+        if self._progress == attempts.Progress():
             return None
         probe = self.folder / f".room-{secrets.token_hex(8)}"
         try:
@@ -69,17 +74,19 @@ class SupervisorLog:
                 probe.unlink()
         return None
 
-    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of an attempt. A record that cannot be written costs the line, not the
-        run.
+    def close(self, launch: str, is_ours: bool, attempt: attempts.Attempt) -> attempts.Attempt:
+        """Write the line of an attempt; returns it with what the record knows of it.
+
+        A record that cannot be written costs the line, not the run: `number` is then None, as it
+        is where nothing had begun.
         """
         try:
-            line = attempts.close(self.folder, launch, attempts.Ended(**how), is_ours)
+            closed = attempts.close(self.folder, launch, attempt, is_ours)
         except (OSError, UserError) as error:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
-            return None
-        self._attempt = line["attempt"] if line else self._attempt
-        return line
+            closed = attempt
+        self._attempt = closed.number or self._attempt
+        return replace(closed, progress=self.progress())
 
     def stop_is_asked(self) -> bool:
         """Whether `make stop` asked for the end; takes the request away."""

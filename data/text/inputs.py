@@ -1,11 +1,10 @@
-"""Text inputs of a corpus: which files, in which order, of what kind, and the units of work they
-are cut into.
+"""The input files of a corpus: their order, their kind, and whether they are packed.
 
-    path, glob or folder --find--> files in numeric order of their names --plan--> units
+    path, glob or folder --find--> files in numeric order of their names
     .jsonl .ndjson .json [.gz .zst] | .parquet | .txt .text [.gz .zst] | a folder made by `datasets`
 
-Its one rule: files, order and units follow from the input alone, never from the number of workers
-or the order in which a file system lists names. What is not understood is refused, not passed over.
+Rule: the files and their order follow from the input alone, never from the order in which a file
+system lists names. A file of an unknown kind is refused, not passed over.
 
 Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
 """
@@ -29,7 +28,7 @@ KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-# How packed files begin: a .zst also with a frame that is passed over, as pzstd writes it.
+# First bytes of packed files. A .zst may also begin with a skippable frame, as pzstd writes it.
 PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
 ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
@@ -48,15 +47,15 @@ class InputFile:
     mtime_ns: int
 
     def place(self, row: int) -> str:
-        """Where a row is, for a person: path:line, or path and row."""
+        """Place of a row for a person: path:line, or path and row."""
         return f"{self.path}:{row}" if self.kind in ("jsonl", "text") else f"{self.path} row {row}"
 
 
 def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
     """The files behind IN: a path, a glob, or several of them separated by blanks.
 
-    kind: taken for every file instead of its suffix. Raises UserError for nothing found, unknown
-    kinds, one file twice, packed files that are not what their name says.
+    kind: used for every file instead of its suffix. Raises UserError where nothing is found, and
+    for an unknown kind, one file under two names, a packed file that does not match its suffix.
     """
     problems, found = [], []
     for part in parts_of(text):
@@ -89,7 +88,7 @@ def numeric(name: str) -> list:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether `datasets` saved this folder."""
+    """True for a folder that `datasets` saved."""
     return (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
 
 
@@ -105,12 +104,12 @@ def open_dataset(path: Path):
 
 
 def parts_of(text: str) -> list[str]:
-    """The paths and globs in IN: all of it, where that is one with blanks, else its words."""
+    """The paths and globs in IN: the whole text where it names a file, else its words."""
     return [text] if os.path.lexists(text) or glob.glob(text, recursive=True) else text.split()
 
 
 def check_unchanged(files: list[InputFile]) -> None:
-    """Raises UserError where a file is no longer what it was when the build began."""
+    """Refuse files that changed since the build began. Raises UserError."""
     problems = []
     for file in files:
         try:
@@ -132,7 +131,7 @@ def _expand(text: str, kind: str | None) -> list[Path]:
     if not found:
         raise UserError(f"IN={text}: there is no such file; name a file, a folder or a quoted glob")
     paths: list[Path] = []
-    for path in map(Path, found):  # a folder that a glob finds means what it means by its name
+    for path in map(Path, found):  # a folder that a glob finds is read like a folder given by name
         paths += _walk(path, kind) if path.is_dir() and not is_dataset(path) else [path]
     return list(dict.fromkeys(paths))  # a folder and what lies in it: `**`
 
@@ -170,7 +169,7 @@ def _walk(folder: Path, kind: str | None) -> list[Path]:
             *_few(
                 [
                     f"{text}; name what is to be read by a glob, as in IN='{folder}/*.jsonl'"
-                    f" (known: {' '.join(KINDS)}), or say kind=text"
+                    f" (known: {' '.join(KINDS)}), or give kind=text"
                     for text in sorted(strange)
                 ]
             )
@@ -193,7 +192,7 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
     if kind is None:
         raise UserError(
             f"{path}: is of an unknown kind (known: {' '.join(KINDS)}, with {' '.join(PACKED)}); "
-            "say which: OVERRIDES=kind=jsonl, kind=text or kind=parquet"
+            "give its kind: OVERRIDES=kind=jsonl, kind=text or kind=parquet"
         )
     try:
         with open(path, "rb") as file:

@@ -3,9 +3,9 @@
     bytes -> lines -> JSON -> text        Parquet, datasets -> column of bytes -> text
     text file -> whole, or cut at blank lines, lines, or a delimiter
 
-Its one rule: a record is a text or a stated problem, with its place; nothing is passed over. Lines
-end at byte 0x0A and nowhere else (one 0x0D before it is removed). A damaged file (cut, not what its
-name says) is never a bad line: it stops the build.
+Rule: a record is a text or a stated problem, with its place; nothing is passed over. Lines end at
+byte 0x0A and nowhere else (one 0x0D before it is removed). A damaged file (cut, or not of the kind
+that its name states) is never a bad line: it stops the build.
 
 Units: rows count from 0, lines from 1 within a unit (the caller adds the lines before it), byte
 offsets from the start of the (unpacked) file.
@@ -41,23 +41,24 @@ Advance = Callable[[int], None]  # takes the bytes of the input that were read s
 
 @dataclass(slots=True)
 class InputRecord:
-    """One row of the input. data is None where there is a problem (reason, what is wrong) or, with
-    no problem, where the line is blank."""
+    """One row of the input.
+
+    data is None for a blank line, and where there is a problem: (reason, description).
+    """
 
     source: int  # which file of the unit
     row: int
-    offset: int | None = None  # byte where it starts, None where there is no such thing
+    offset: int | None = None  # of its first byte; None in tables
     size: int = 0  # bytes
     data: str | bytes | None = None
     id: str | None = None
     is_replaced: bool = False  # U+FFFD stands for bytes that were not UTF-8
     problem: tuple[str, str] | None = None
-    raw: bytes = b""  # what is put aside when there is a problem
+    raw: bytes = b""  # the bytes that are put aside where there is a problem
 
 
 def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
-    """Records of a unit in order. Raises UserError for a file that is damaged or lacks the
-    column."""
+    """Records of a unit in order. Raises UserError for a damaged file."""
     if unit.files[0].kind == "text" and settings.document == "file":
         for number, file in enumerate(unit.files):
             with _damage(file):
@@ -77,7 +78,7 @@ def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Inpu
 
 
 def check_columns(file: InputFile, settings: Settings) -> None:
-    """Raises UserError where a table lacks the columns of the settings or they hold no text."""
+    """Refuse a table without the columns of the settings, or with no text in them: UserError."""
     if file.kind == "parquet":
         with _damage(file):
             schema = pq.read_schema(file.path)
@@ -105,7 +106,7 @@ def check_columns(file: InputFile, settings: Settings) -> None:
 
 @contextmanager
 def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The unpacked bytes of a file, and a function that says how far the file itself was read."""
+    """The unpacked bytes of a file, and a function for the number of bytes read of the file."""
     with open(file.path, "rb", buffering=BLOCK_BYTES) as raw:
         if not file.packed or not file.bytes:
             yield raw, raw.tell
@@ -121,8 +122,8 @@ def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """(offset, line with its end) of the lines that start in the bytes [start, stop).
 
-    A line beyond MOST_LINE_BYTES is handed out as its first bytes, one too many, and the rest is
-    passed.
+    Of a line beyond MOST_LINE_BYTES the first MOST_LINE_BYTES + 1 bytes are handed out, the rest is
+    passed over.
     """
     at = start
     if start:
@@ -139,7 +140,7 @@ def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[i
             return
         yield at, line
         at += len(line)
-        while line and not line.endswith(b"\n"):  # what is left of a line that was too long
+        while line and not line.endswith(b"\n"):  # the rest of a line that was too long
             line = stream.readline(BLOCK_BYTES)
             at += len(line)
 
@@ -166,7 +167,7 @@ def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
 
 
 class BadLine(Exception):
-    """Why a line gives no text: (reason, what is wrong)."""
+    """A line gives no text. Arguments: (reason, description)."""
 
 
 def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
@@ -199,8 +200,10 @@ def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[
 
 
 def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[InputRecord]:
-    """Documents of a text file by lines, blank lines or a delimiter; row is the line of the
-    start."""
+    """Documents of a text file, cut at lines, blank lines or a delimiter.
+
+    row: the line at which the document starts.
+    """
     file, reported = unit.files[0], 0
     stop = unit.stop if unit.is_range else None
     delimiter = None if rule in ("line", "blank") else rule.encode()
@@ -263,7 +266,7 @@ def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
         columns = [settings.text, *([settings.id] if settings.id else [])]
         rows = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
         for batch in rows if groups else []:
-            # By name: columns come in the file's order, not in that asked for.
+            # By name: columns come in the order of the file, not of the request.
             text = batch.column(batch.schema.get_field_index(settings.text))
             yield from _rows(text, _ids(batch, settings), row, settings.text)
             row += len(batch)
@@ -284,7 +287,7 @@ def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
 
 
 def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[InputRecord]:
-    """Records of a column; text is taken as bytes, so that what is not UTF-8 meets our own rule."""
+    """Records of a column. Text is read as bytes, so that bad UTF-8 is treated by our own rule."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     is_large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
@@ -318,7 +321,7 @@ def _limited(record: InputRecord) -> InputRecord:
 
 @contextmanager
 def _damage(file: InputFile) -> Iterator[None]:
-    """What a damaged file raises, with its name."""
+    """Turn the errors of a damaged file into a UserError with its name."""
     try:
         yield
     except UserError:
@@ -352,7 +355,7 @@ def _quoted(name: str) -> str:
 
 
 def _decoded(line: bytes, settings: Settings) -> tuple[str, bool]:
-    """(text of a line, whether bytes were replaced)."""
+    """(text of a line, True where bytes were replaced)."""
     try:
         return line.decode("utf-8"), False
     except UnicodeDecodeError as error:

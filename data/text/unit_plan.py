@@ -26,8 +26,10 @@ UNIT_ROWS = 16384
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker reads at a time: whole files, or one file's bytes (jsonl, lines of text), row
-    groups (parquet) or rows (dataset) from start to stop.
+    """The input that one worker reads at a time.
+
+    Whole files; or of one file the bytes (jsonl, lines of text), the row groups (parquet) or the
+    rows (dataset) from start to stop.
     """
 
     files: tuple[InputFile, ...]
@@ -40,18 +42,20 @@ class Unit:
 
     @property
     def is_range(self) -> bool:
-        """Whether start and stop are bytes of one plain file."""
+        """True where start and stop are bytes of one plain file."""
         return self.stop > 0 and self.files[0].kind in ("jsonl", "text")
 
     def identity(self) -> list:
-        """What makes two units the same work: names, sizes and times of files, and the range."""
+        """Identity of the work: names, sizes and times of files, and the range."""
         files = [[f.name, f.kind, f.packed, f.bytes, f.mtime_ns] for f in self.files]
         return [files, self.start, self.stop]
 
 
 def plan_units(files: list[InputFile], document: str) -> list[Unit]:
-    """Cut the input into units, in input order. document: how text files are cut (see
-    `data.text.reading`).
+    """Cut the input into units, in input order.
+
+    document: the rule by which text files are cut into documents (see `data.text.reading`). Raises
+    UserError for a Parquet file or data set that cannot be opened.
     """
     total = sum(file.bytes for file in files)
     size = UNIT_BYTES * max(1, -(-total // (UNIT_BYTES * MOST_UNITS)))

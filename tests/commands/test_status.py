@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     lines = [
         dict(
             step=step, segment=0, attempt=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
-            eval_s=0.0, tokens_per_s=1024.0, first_of_life=step == 1, skipped=False, targets=9,
+            eval_s=0.0, tokens_per_s=1024.0, first_of_attempt=step == 1, skipped=False, targets=9,
         )
         for step in (1, 2)
     ]  # fmt: skip
@@ -378,7 +378,9 @@ def test_every_second_of_the_run_is_accounted_for(real):
     run, _, _ = real
     attempts = goodput.read_attempts(run)
     total = goodput.account(attempts)
-    assert sum(total.values()) == pytest.approx(attempts[-1].ended_s - attempts[0].began_s)
+    assert sum(total.values()) == pytest.approx(
+        attempts[-1].ended_unix_s - attempts[0].began_unix_s
+    )
     assert total["detect"] >= 6
     assert total["redone"] > 0
     assert all(seconds >= -0.01 for seconds in total.values())

@@ -30,7 +30,7 @@ def main() -> None:
     if os.environ["RANK"] == "0" and ending != "vanish":
         folder.mkdir(exist_ok=True)
         (folder / "recipe.yaml").write_text("steps: 9\n")
-        before = attempts.mark(folder)
+        before = attempts.progress_of(folder)
         attempt = attempts.next_number(folder)
         launch = os.environ[attempts.LAUNCH]
         record_event(folder, "began", attempt=attempt, launch=launch, after_step=before.saved_step)

@@ -96,7 +96,7 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         skipped=False,
         skipped_steps=0,
         accumulation=1,
-        first_of_life=False,
+        first_of_attempt=False,
         val_loss=4.5,
     )
 
