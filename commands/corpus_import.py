@@ -1,4 +1,4 @@
-"""`make corpus-import IN= OUT= TOKENIZER=`: a corpus from files that other tools have tokenized."""
+"""`make corpus-import IN= OUT= TOKENIZER=`: make a corpus from token files of other tools."""
 
 from __future__ import annotations
 

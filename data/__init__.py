@@ -1,4 +1,4 @@
-"""From text to a tokenized corpus, and from corpora to the batch of step N.
+"""Text becomes a tokenized corpus; corpora become the batch of step N.
 
 stream/     the batch of step N for any rank: start here
 corpus/     a corpus on disk, and the built-in corpora

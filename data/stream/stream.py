@@ -360,6 +360,7 @@ class Stream:
         mine = (np.arange(steps)[:, None] * size + own_positions(size, *place)).ravel()
         source, start = self.locate(first, end)
         row, position = self._document_starts(first, end)
+        # Leave out damaged samples.
         is_damaged, quarantined = None, ()
         if self.data.on_damage == "quarantine":
             is_damaged = self._train.damaged(source, start)
@@ -370,10 +371,12 @@ class Stream:
                 )
             row, position = row[~is_damaged[row]], position[~is_damaged[row]]
             quarantined = tuple((first + np.flatnonzero(is_damaged)).tolist())
+        # Read this rank's samples.
         tokens, hashes = self._train.read(
             source[mine], start[mine], None if is_damaged is None else is_damaged[mine]
         )
         rows = self._train.rows(tokens, hashes, source, row, position, mine).split(steps)
+        # Count targets, samples per source and masked targets of the global batch.
         targets = num_targets(steps, size, self.seq_len, row, position, attend)
         cell = np.repeat(np.arange(steps) * len(self.uids), size) + source
         counts = np.bincount(cell, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()

@@ -77,6 +77,7 @@ def steps_of_document(
     A token counts as input and as target. tokens: only these tokens of the document. Samples that
     are left out between those steps are included.
     """
+    # The tokens, and the draws and epochs of the source so far.
     number, seq_len = stream.uids.index(uid), stream.seq_len
     parts = stream.window_tokens // seq_len
     begin, end = stream.split(number).document_range(document)
@@ -94,6 +95,7 @@ def steps_of_document(
     counts = np.maximum(0, end - first) if high > low else np.zeros_like(epoch)
     epoch = np.repeat(epoch, counts)
     k = np.arange(len(epoch)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    # The run's sample of each of them, where it is drawn.
     draw = stream.order.draws(np.full(len(k), number), epoch, k // parts) if len(k) else k
     is_drawn = draw < draws
     epoch, k, draw = epoch[is_drawn], k[is_drawn], draw[is_drawn]
@@ -102,6 +104,7 @@ def steps_of_document(
     is_seen = (window >= 0) & (sample < last)
     order = np.argsort(sample[is_seen])
     sample, epoch, k = (column[is_seen][order] for column in (sample, epoch, k))
+    # Steps and effects.
     data_step = stream.schedule.data_steps_of(sample)
     step = stream.skips.steps_of(data_step)
     start = shift[epoch] + k * seq_len

@@ -93,6 +93,7 @@ def make_batches(
     length = length or seq_len
     assert num_rows % micro_batch == 0
     assert seq_len % length == 0
+    # Labels, without those across a document start, of padding, and of masked tokens.
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
     flat = NO_CUTS
@@ -109,6 +110,7 @@ def make_batches(
         # The last target of a part is the first input of the next, as between windows.
         input_ids, labels = input_ids.reshape(-1, length), labels.reshape(-1, length)
         flat = flat[flat % length > 0]  # a part begins there anyway
+    # Segments and cumulative lengths, and the micro-batches.
     size = micro_batch * seq_len // length  # rows of a micro-batch
     segment_ids = segments(flat, len(labels), length)
     first = flat.searchsorted(np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()

@@ -101,11 +101,13 @@ class _Build:
         self.engine = "tokenizers"
 
     def run(self) -> dict:
+        # Finished already?
         key = self._key()
         if os.path.lexists(self.out):
             return self._already(key)
         for name in ("units", "shards", "corpus"):
             (self.work / name).mkdir(parents=True, exist_ok=True)
+        # Choose the engine, and tokenize.
         differed = self.work / "gigatoken-differed"  # for a build that continues
         if not differed.exists():
             wanted = self.settings.engine
@@ -119,6 +121,7 @@ class _Build:
             differed.touch()
             self.engine = "tokenizers"
             tasks = self._run_units()
+        # Check that the input did not change, and choose the documents.
         done = _done(tasks)
         hashes = self._hash_inputs()
         check_unchanged(self.files)
@@ -128,6 +131,7 @@ class _Build:
             self.log("looking for duplicates")
             first = select_first(done, self.work / "first.bool")
         limit = hash_limit(self.settings.valid_fraction)
+        # Write the shards, and the manifest last.
         shards, by_file = self._plan(done, Selection(first, limit, held))
         _check_splits(by_file, done, self.settings)
         self._run_shards(shards)

@@ -57,6 +57,7 @@ def write_fields(
     hashes: of the inputs by name; not_found: number of entries of the held-out file without a text
     in the input; volatile: fields that may differ between equal builds.
     """
+    # Side files, quarantine, inputs, tokenizer.
     done, shards, entries = made.units, made.shards, made.entries
     inputs = _input_lines(made, hashes)
     counts: Counter = Counter()
@@ -68,6 +69,7 @@ def write_fields(
     tokenizer.save(folder / "tokenizer")
     sync_folder(folder / "tokenizer")
     longest = [summary["longest"] for summary in summaries(done) if summary["longest"]]
+    # The manifest.
     fields = {
         "name": "text",
         "source": f"{len(made.files)} files",

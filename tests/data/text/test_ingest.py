@@ -146,7 +146,7 @@ def test_a_file_of_texts_or_ids_says_what_is_held_out(tmp_path):
     assert sorted(texts_of(tmp_path / "c", "valid")) == sorted([GOOD[1], GOOD[3], GOOD[3]])
     assert not set(texts_of(tmp_path / "c")) & {GOOD[1], GOOD[3]}
     assert manifest["held_out"]["file_entries_not_in_the_input"] == 1
-    with pytest.raises(UserError, match="which field of the input is the id"):
+    with pytest.raises(UserError, match="name the field of the input that holds the id"):
         build(source, tmp_path / "d", words[0])
     held.write_text('{"name": 3}\n')
     with pytest.raises(UserError, match="held:1: has neither a text in 'text' nor an id in 'id'"):
