@@ -43,7 +43,7 @@ from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
 from checkpoint.load.restoring import Loaded, load
 from checkpoint.save.interval import is_due
 from checkpoint.save.lease import Lease
-from data.stream.collect import LEDGER_EVERY, Collector
+from data.stream.collect import LEDGER_EVERY, LedgerCollector
 from data.stream.ledger import Ledger
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, Stream, open_stream
@@ -259,7 +259,7 @@ def loop(run: Run, record: RunRecord | None) -> int:
     recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
     layout, last_step = resolved.layout, resolved.last_step
     hardware = Hardware(recipe.hardware, layout, me, run.after_step)
-    collector = Collector(
+    collector = LedgerCollector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
         LEDGER_EVERY,
