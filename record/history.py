@@ -7,7 +7,7 @@
      "skips": [{"effect": "advance", "range": [85, 90], "from_step": 81, "why": ..., ...}]}
     {"kind": "branch", "segment": 1, "step": 120, "to": "tiny-b", ...}
 
-and at the end of each line `"digest": "0123456789abcdef"`, of its text (checkpoint.lineage).
+and at the end of each line `"digest": "0123456789abcdef"`, of its text (base.jsonl).
 
 The one rule: a line is never changed or removed; a later one speaks of later steps. A rewind with
 its skips is one line, so it happened or it did not. What happened by itself (attempts, alarms,
@@ -18,7 +18,6 @@ stands in events.jsonl. Units: steps; ranges [first, end) are of data steps.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -27,12 +26,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.durable import sync_folder
 from base.errors import UserError
+from base.jsonl import Line, drop_torn_line, encode
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
 from checkpoint.format.state import RunState
-from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
+from checkpoint.lineage import FILE, lineage, read, segments
 from checkpoint.load.allowed_changes import ABSENT, Change
 from recipes.schema import Data
 
@@ -317,17 +318,10 @@ def now() -> str:
 
 
 def append(folder: Path, line: Line) -> None:
-    """Add one line, durably; it is whole or it is not there."""
-    text = encode(line)
+    """Add one line, durably; it is whole or it is not there. Raises OSError."""
     path = folder / FILE
-    with open(path, "a+b", buffering=0) as file:
-        file.seek(0)
-        before = file.read()
-        kept = before.rfind(b"\n") + 1
-        if kept < len(before):
-            file.truncate(kept)  # a line that a kill tore
-        if file.write(text) != len(text):
-            file.truncate(kept)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    drop_torn_line(path)
+    with open(path, "ab", buffering=0) as file:
+        jsonl.append(file, encode(line))
         os.fsync(file.fileno())
     sync_folder(folder)

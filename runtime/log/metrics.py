@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.redaction import redact, secret_values
 from base.run_variables import LAUNCH
 from base.units import GIB, MIB
@@ -247,8 +248,8 @@ class MetricsWriter:
         if communication_bytes is not None:
             line["communication_mib"] = sum(communication_bytes.values()) / MIB
             line["communication_bytes"] = dict(communication_bytes)
-        written = records.strict_line(line)
-        records.write_line(self._file, written)
+        written = jsonl.encode(line)
+        jsonl.append(self._file, written)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(step, line)
