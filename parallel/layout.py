@@ -17,9 +17,9 @@ from typing import NamedTuple
 from base.errors import UserError
 from base.values import counted
 from model.cost import parameters
-from parallel.legal import batch_pieces, nearest, problems
+from parallel.legal import nearest, problems
 from parallel.stages import stage_bounds
-from recipes.schema import Model, Recipe
+from recipes.schema import Model, Recipe, batch_ramp
 
 
 class Coordinates(NamedTuple):
@@ -106,7 +106,9 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
         tensor=axes.tensor,
         stage=stage,
         micro_batch=recipe.micro_batch,
-        accumulation=tuple((step, tokens // quantum) for step, tokens in batch_pieces(recipe)),
+        accumulation=tuple(
+            (step, tokens // quantum) for step, tokens in batch_ramp(recipe.batch_tokens)
+        ),
         bounds=stage_bounds(recipe) if axes.pipeline > 1 else (),
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from base.values import counted
 from parallel.stages import bounds_problem
-from recipes.schema import Parallel, Recipe
+from recipes.schema import Parallel, Recipe, batch_ramp
 
 
 def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
@@ -29,7 +29,7 @@ def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
     if broken:
         return broken
     data = world // recipe.parallel.model_ranks
-    pieces = batch_pieces(recipe)
+    pieces = batch_ramp(recipe.batch_tokens)
     return [line for piece in pieces if (line := _batch_problem(recipe, data, *piece))]
 
 
@@ -80,13 +80,6 @@ def overrides(axes: Parallel, stage: int) -> str:
     sizes = {axis: getattr(axes, axis) for axis in ("tensor", "context", "pipeline")}
     words = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1]
     return " ".join([*words, f"zero={stage}"])
-
-
-def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
-    """[(first data step, tokens per step), ...] of a constant batch or a ramp."""
-    if isinstance(recipe.batch_tokens, int):
-        return [(0, recipe.batch_tokens)]
-    return [(step, tokens) for step, tokens in recipe.batch_tokens]
 
 
 def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
@@ -199,13 +192,20 @@ def _vocabulary_suffices(recipe: Recipe, world: int, stage: int) -> str | None:
 
 
 def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | None:
-    tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
-    if per_node % tensor == 0 or world <= per_node or recipe.parallel.across_hosts:
+    per_node = recipe.cluster.gpus_per_node
+    if world <= per_node:
         return None
-    legal = divisors(per_node)
+    return split_group_problem(recipe, per_node, "cluster.gpus_per_node")
+
+
+def split_group_problem(recipe: Recipe, per_host: int, knob: str) -> str | None:
+    """Why tensor groups would span hosts of `per_host` ranks, a number that `knob` gives."""
+    tensor = recipe.parallel.tensor
+    if per_host % tensor == 0 or recipe.parallel.across_hosts:
+        return None
     return (
-        f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
-        f" it must divide {per_node}; legal: {_listed(legal)}; or parallel.across_hosts=true"
+        f"parallel.tensor={tensor} would cross hosts of {knob}={per_host} ranks: it must divide"
+        f" {per_host}; legal: {_listed(divisors(per_host))}; or parallel.across_hosts=true"
     )
 
 

@@ -15,21 +15,11 @@ early ones hold more micro-batches at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 from base.errors import UserError
 from model.cost import flops_per_token, parameters
 from recipes.schema import Recipe
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Cost of one stage: FLOPs per token, forward and backward, and parameters."""
-
-    blocks: int
-    flops: int
-    parameters: int
 
 
 def stage_bounds(recipe: Recipe) -> tuple[int, ...]:
@@ -62,15 +52,6 @@ def bounds_problem(recipe: Recipe) -> str | None:
         f"{shown}: {stages} stages of {layers} blocks need {stages - 1} bounds below {layers};"
         f" balanced: {list(balanced[1:-1])}"
     )
-
-
-def stage_costs(shape, seq_len: int, bounds: tuple[int, ...]) -> list[StageCost]:
-    """Cost of every stage under `bounds`; `shape` as in `model.cost`."""
-    block, extra = _costs(shape, seq_len, len(bounds) - 1)
-    return [
-        StageCost(end - first, (end - first) * block[0] + flops, (end - first) * block[1] + weights)
-        for first, end, (flops, weights) in zip(bounds[:-1], bounds[1:], extra, strict=True)
-    ]
 
 
 def balanced_bounds(shape, seq_len: int, stages: int) -> tuple[int, ...]:

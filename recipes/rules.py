@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from base.values import read_steps
+from recipes.schema import batch_ramp
 
 # A thousand times the largest batches in print, and places that still fit into memory.
 MOST_SEQUENCES = 2**22
@@ -59,13 +60,8 @@ def _decay_leaves_weights(lr, weight_decay) -> str | None:
     )
 
 
-def _pieces(batch_tokens) -> tuple[tuple[int, int], ...]:
-    """(first data step, tokens) of each piece of a ramp; one piece for a constant batch."""
-    return batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
-
-
 def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
-    most = max(tokens for _, tokens in _pieces(batch_tokens))
+    most = max(tokens for _, tokens in batch_ramp(batch_tokens))
     if most // seq_len <= MOST_SEQUENCES:
         return None
     return (
@@ -237,7 +233,7 @@ def _auto_interval(interval, mtbf_hours) -> str | None:
 
 
 def _ramp_is_reached(batch_tokens, steps) -> str | None:
-    late = [step for step, _ in _pieces(batch_tokens) if steps is not None and step >= steps]
+    late = [step for step, _ in batch_ramp(batch_tokens) if steps is not None and step >= steps]
     if not late:
         return None
     return f"batch_tokens has a piece from step {late[0]} on; the run ends before, steps={steps}"

@@ -373,6 +373,15 @@ class Watch:
     )
 
 
+def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens per step) of each piece of `batch_tokens`.
+
+    A constant batch is one piece from step 0 on.
+    """
+    is_ramp = isinstance(batch_tokens, list | tuple)
+    return tuple(batch_tokens) if is_ramp else ((0, batch_tokens),)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One pretraining run: weights, batches and learning rate are functions of this alone."""
