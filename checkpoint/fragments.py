@@ -51,7 +51,7 @@ def place(
 ) -> tuple[Box, bool]:
     """Where a parameter of this rank lies in the full one, and whether this rank writes it.
 
-    Marks that cuts leave on it: `shard` (`parallel.tensor.Shard`), and `is_copy` where a tied
+    Its marks are read: `shard` (a ParameterShard of `parallel.tensor`), and `is_copy` where a tied
     weight lives on two pipeline stages and this is not the first.
     """
     shard = getattr(parameter, "shard", None)

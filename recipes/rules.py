@@ -1,6 +1,6 @@
-"""Rules between knobs that need no layout: each a pure function of a few knobs.
+"""Rules between knobs that need no layout; each is a pure function of a few knobs.
 
-One rule: a function returns one line - the values, the rule, the way out - or None. It runs only
+Rule: a function returns None or one line with the values, the rule and the way out. It runs only
 where all its knobs are legal by themselves, so it never sees a missing or mistyped value.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from base.values import read_steps
 from recipes.schema import batch_ramp
 
-# A thousand times the largest batches in print, and places that still fit into memory.
+# A thousand times the largest published batches; the indices of so many still fit into memory.
 MOST_SEQUENCES = 2**22
 
 
@@ -130,7 +130,7 @@ def _seq_len_warmup(warmup, seq_len) -> str | None:
 
 
 def _built_in_corpora(sources) -> str | None:
-    """What is built lands in the repository only where git ignores it."""
+    """A corpus that is built inside the repository must be in corpora/, which git ignores."""
     for uid, source in sources.items():
         path = Path(os.path.normpath(source.corpus))
         if source.build and not path.is_absolute() and path.parts[:1] != ("corpora",):
