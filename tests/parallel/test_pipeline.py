@@ -148,7 +148,7 @@ def stage_costs(model, seq_len: int, bounds: tuple[int, ...]) -> list[SimpleName
 
 
 def test_stages_are_balanced_with_embedding_and_head_counted():
-    """Against every possible cut."""
+    """Compared with all possible bounds."""
     for layers, words, is_tied in itertools.product((1, 2, 5, 8), (10, 400, 3000), (True, False)):
         model = shape(num_hidden_layers=layers, vocab_size=words, tie_word_embeddings=is_tied)
         for stages in range(1, layers + 1):

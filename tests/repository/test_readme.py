@@ -49,7 +49,7 @@ def test_a_command_of_the_readme_works(clone, command):
         assert "step   2/2" in done.stdout or "step 2/2" in done.stdout
 
 
-def test_make_help_names_every_verb():
+def test_make_help_names_every_command():
     done = run_command(["make", "help"], 30)
     commands_of_make = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [line.split()[0] for line in done.stdout.splitlines()] == commands_of_make

@@ -157,7 +157,7 @@ def test_the_readme_maps_every_room_and_each_room_its_files():
     assert not missing
 
 
-def test_the_readme_table_of_verbs_is_the_makefiles():
+def test_the_readme_table_of_commands_is_the_makefiles():
     readme = (ROOT / "README.md").read_text()
     table = dict(re.findall(r"^\| `make ([a-z-]+)[^`]*` \| `([\w.]+)` \|", readme, re.MULTILINE))
     assert table == commands_of_make()
