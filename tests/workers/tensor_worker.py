@@ -125,7 +125,7 @@ def has_initial_weights(engine: Engine, recipe: Recipe) -> bool:
 
 
 def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
-    """Largest difference of loss and of any gradient between the sharded decoder and the whole one."""
+    """Largest difference of loss and of any gradient, the sharded decoder against the whole one,
     recipe = recipe_of(case, corpus)
     config = decoder_config(recipe)
     layout = resolve_layout(recipe)
