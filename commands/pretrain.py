@@ -63,7 +63,7 @@ from launch.supervise import Start, supervise
 from parallel.legal import split_group_problem
 from recipes.compose import compose_command
 from recipes.schema import Recipe
-from record.alerts import Alerts
+from record.alerts import AlertSender
 from record.bundle import write_bundle
 from record.requests import EARLY, REQUESTS, AskedEarly, forget
 from record.resuming import data_of, standing
@@ -267,7 +267,7 @@ def alerts_of(
     recipe: Recipe, supervisor_log: SupervisorLog
 ) -> Iterator[Callable[[str, str], None]]:
     """How the launcher tells people of what ranks that are gone cannot."""
-    alerts = Alerts(recipe.run, recipe.alerts, supervisor_log.event, log)
+    alerts = AlertSender(recipe.run, recipe.alerts, supervisor_log.event, log)
     try:
         yield lambda kind, text: alerts.pass_on(kind, f"{recipe.run}: {text}")
     finally:

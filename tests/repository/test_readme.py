@@ -1,4 +1,4 @@
-"""The README's commands do what it says, run in a clone with this interpreter."""
+"""Every command of the README works; they are run in a clone with this interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import ROOT, run_command
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-# What CI runs itself (`make test`), what starts a server, what another file runs on less.
+# Commands that CI runs itself, that start a server, or that another test file runs.
 ELSEWHERE = {"make test", "make tensorboard"}
 ELSEWHERE |= {command for command in COMMANDS if "replay" in command}  # test_spikes.py
 ELSEWHERE |= {command for command in COMMANDS if "SWEEP=" in command}
