@@ -60,6 +60,7 @@ from launch.ranks.screen import Screen
 from launch.ranks.start import Asked, Lived
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
+from parallel.legal import split_group_problem
 from recipes.compose import compose_command
 from recipes.schema import Recipe
 from record.alerts import AlertSender
@@ -196,7 +197,8 @@ def start_across(arguments: list[str], place: Place, nproc: int | None, once: bo
     per_host = ranks_per_host([*hosts, *place.spares], nproc)
     checked = check(arguments, per_host * len(hosts))
     recipe = checked.recipe
-    refuse_split_groups(recipe, per_host)
+    if problem := split_group_problem(recipe, per_host, "NPROC"):
+        raise UserError(problem)
     environment = passed(os.environ, place.named)
     names = " ".join(sorted(environment)) or "none"
     log(f"variables that go along: {names} (PASS= adds others)")
@@ -298,16 +300,6 @@ def keep(
 def log(line: str) -> None:
     """A line of the launcher's own."""
     print(line, flush=True)
-
-
-def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
-    """Raise UserError where a tensor group would cross hosts."""
-    tensor = recipe.parallel.tensor
-    if per_host % tensor:
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide the {per_host} ranks of each host, so a"
-            " tensor group would cross hosts; choose another NPROC or parallel.tensor"
-        )
 
 
 def end_with_parent() -> None:

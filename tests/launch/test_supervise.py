@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
+from base.jsonl import append_line
 from commands import pretrain
 from commands.pretrain import SupervisorLog, goes_on, keep
 from launch import budget
@@ -30,7 +31,7 @@ from launch.ranks.outcome import End, cause_of
 from launch.slurm import requeued
 from launch.supervise import Start, supervise
 from record import presence, requests
-from record.records import append_line, read_events, record_event
+from record.records import read_events, record_event
 
 SECRET = "hunter2hunter2"
 
