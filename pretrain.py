@@ -63,7 +63,7 @@ from runtime.engine.memory import peak_gib
 from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
 from runtime.health.recovery import Rewound, recover
 from runtime.log.rank0_record import Finished, Record
-from runtime.monitor.hardware import Hardware
+from runtime.monitor.hardware import HardwareWatch
 from runtime.monitor.profiling import profiler_of
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
@@ -257,7 +257,7 @@ def loop(run: Run, record: Record | None) -> int:
     """One turn per step; returns the exit status."""
     recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
     layout, last_step = resolved.layout, resolved.last_step
-    hardware = Hardware(recipe.hardware, layout, me, run.after_step)
+    hardware = HardwareWatch(recipe.hardware, layout, me, run.after_step)
     collector = Collector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),

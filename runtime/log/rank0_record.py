@@ -32,8 +32,8 @@ from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
 from runtime.log.metrics import MetricsWriter, hyper_parameters
-from runtime.monitor.clock import Span
-from runtime.monitor.hardware import DeviceReading, RankTimes, Said
+from runtime.monitor.clock import TimeSpan
+from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
@@ -57,7 +57,7 @@ class Finished:
     data: Any
     lr: float
     result: StepResult
-    span: Span
+    span: TimeSpan
     val_loss: torch.Tensor | None
     communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
@@ -139,7 +139,7 @@ class Record:
         self.writer.sync()
         self.ledger.sync()
 
-    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def hardware(self, step: int, news: Iterable[News]) -> None:
         """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
         try:
             self._hardware(step, news)
@@ -148,7 +148,7 @@ class Record:
                 self._is_told = True
                 self.console.log(f"warning: readings of the hardware are not recorded: {error}")
 
-    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def _hardware(self, step: int, news: Iterable[News]) -> None:
         for one in news:
             if isinstance(one, DeviceReading):
                 self.writer.devices(step, one.host, one.gpus)
