@@ -145,7 +145,7 @@ class OwnTime:
 
 
 def own_time(device: torch.device, every: int) -> OwnTime:
-    """The own time of this process, listening already; on a GPU one of `every` steps is measured."""
+    """The own time of this process, listening; on a GPU it measures one of `every` steps."""
     if device.type != "cuda":
         own = OwnTime()
     else:
