@@ -139,7 +139,7 @@ def prepare(arguments: list[str]) -> Run | None:
         )  # fmt: skip
         if stands.step:
             restore(run)
-        saver.segment = enter_segment(run)
+        saver.state.segment = enter_segment(run)
     except BaseException:
         if lease:
             lease.release()  # no other host is to wait for an attempt that trained nothing
@@ -246,7 +246,7 @@ def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
         val_loss = run.engine.evaluate(
             to_device(batch, run.process.device) for batch in HEART.each(run.held_out)
         )
-    run.saver.evaluated = (step, val_loss)
+    run.saver.state.evaluated = (step, val_loss)
     return val_loss
 
 

@@ -37,7 +37,7 @@ from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
-from runtime.saving import Note
+from runtime.save_writers import Note
 
 # What is found at a save and cannot wait until somebody looks.
 PASSED_ON = ("save_stuck", "drift")
