@@ -18,9 +18,8 @@ class SavedState:
 
     def __init__(self, recipe: Recipe, resolved: Resolved, stream: Any):
         self.segment = 0  # of the history
-        self.evaluated: tuple[int, Any] | None = (
-            None  # step and validation loss since the save before
-        )
+        # Step and validation loss of the newest evaluation since the save before.
+        self.evaluated: tuple[int, Any] | None = None
         self._recipe, self._resolved = recipe, resolved
         self._stream = stream  # data.stream.stream.Stream
         self._skipped_before = 0  # skipped steps that a checkpoint reports already

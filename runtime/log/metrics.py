@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from base.redaction import redact, secret_values
+from base.units import GIB, MIB
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import attempts, goodput, records
@@ -243,7 +244,7 @@ class MetricsWriter:
         if seq_len is not None:
             line["seq_len"] = seq_len
         if communication_bytes is not None:
-            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
+            line["communication_mib"] = sum(communication_bytes.values()) / MIB
             line["communication_bytes"] = dict(communication_bytes)
         written = records.strict_line(line)
         records.write_line(self._file, written)
@@ -310,7 +311,7 @@ class MetricsWriter:
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
         """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
-        size_gib = size_bytes / memory.GIB
+        size_gib = size_bytes / GIB
         fields = {
             "checkpoint_gib": size_gib,
             "checkpoint_s": seconds,
