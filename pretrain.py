@@ -33,8 +33,9 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.paths import ROOT
-from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.load.outside_weights import same_everywhere
+from checkpoint.save.interval import is_due
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, open_stream
 from model.init import initial_weight
@@ -51,7 +52,7 @@ from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
 from runtime.health.health_monitor import HealthMonitor
 from runtime.health.recovery import Rewound, recover
-from runtime.log.rank0_record import Record
+from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
@@ -116,7 +117,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
-    ranks = Ranks()
+    ranks = RankComm()
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)
@@ -153,7 +154,7 @@ def train(run: Run) -> int:
     try:
         if run.process.is_first:
             record = open_record(run)
-            run.saver.tell, run.saver.sync_record = record.tell, record.sync
+            run.saver.tell, run.saver.sync_record = record.report, record.sync
         with run.saver:  # a save in flight ends first
             telemetry = Telemetry(run, record)
             REQUESTS.begin(run.folder, run.recipe.cluster.timeout_s)
@@ -239,8 +240,7 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
 
 def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
     """The validation loss after `step` where it is due, still on its way from the device."""
-    is_last = step == run.resolved.last_step
-    if not run.held_out or not (is_last or is_due(step, run.recipe.eval_every)):
+    if not run.held_out or not is_due(step, run.recipe.eval_every, run.resolved.last_step):
         return None
     with telemetry.phase("eval"):
         val_loss = run.engine.evaluate(
@@ -248,11 +248,6 @@ def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
         )
     run.saver.state.evaluated = (step, val_loss)
     return val_loss
-
-
-def is_due(step: int, every: int) -> bool:
-    """True after every `every`-th step; never with 0."""
-    return every > 0 and step % every == 0
 
 
 def decide(run: Run, step: int) -> Decision:
@@ -265,7 +260,7 @@ def decide(run: Run, step: int) -> Decision:
 
 
 def finish(
-    run: Run, record: Record | None, telemetry: Telemetry, monitor: HealthMonitor, last: Decision
+    run: Run, record: RunRecord | None, telemetry: Telemetry, monitor: HealthMonitor, last: Decision
 ) -> int:
     """End the attempt after its last step; a collective. Returns the exit status.
 
@@ -288,7 +283,9 @@ def finish(
     return ending.status if ending else FINISHED
 
 
-def leave_sick(run: Run, data: StepData, monitor: HealthMonitor, record: Record | None) -> NoReturn:
+def leave_sick(
+    run: Run, data: StepData, monitor: HealthMonitor, record: RunRecord | None
+) -> NoReturn:
     """End this attempt after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
     HEART.beat("end")

@@ -1,7 +1,7 @@
 """What a person gave: read exactly, or refused with what is wrong. How a knob is declared.
 
 The one rule: a value is never bent into another one; 1.5 steps, true and nan are no numbers of
-anything. Every folder has these names from `recipes.schema`.
+anything.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def split_words(variable: str, text: str) -> list[str]:
-    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
+def split_arguments(variable: str, text: str) -> list[str]:
+    """Arguments given as one text, split by the shell's rules for quotes and blanks.
 
-    Raises UserError that names the `variable`.
+    Nothing is expanded. Raises UserError that names the `variable`.
     """
     try:
         return shlex.split(text)

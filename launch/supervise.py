@@ -16,17 +16,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
+from base.run_variables import FAMILY, LAUNCH
 from launch.budget import Attempt, Budget
 from launch.ranks.outcome import End, cause_of, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import Asked, Lived
+from record import attempts
 
-LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
-FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over from the one before
 LOOK_S = 0.5
 
 
@@ -48,8 +48,8 @@ class SupervisorLog(Protocol):
     def trouble(self) -> str | None:
         """Why nothing can be put on record now; None where it can."""
 
-    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of an attempt; the line, or None where nothing had begun."""
+    def close(self, launch: str, is_ours: bool, attempt: attempts.Attempt) -> attempts.Attempt:
+        """Write the line of an attempt; the attempt, without a number where nothing had begun."""
 
     def stop_is_asked(self) -> bool:
         """Whether `make stop` asked for the end; the request is then carried out."""
@@ -119,7 +119,7 @@ def supervise(
         status = screen.finish(lived.ends, asked.first)
         supervisor_log.attend()
         await_record(supervisor_log, asked, patience_s, tell)
-        attempt, line = written_down(
+        attempt, saved = written_down(
             supervisor_log, lived, status, asked, launch, has_begun, before
         )
         has_begun = has_begun or attempt.has_begun
@@ -132,7 +132,7 @@ def supervise(
                 attempt.cause == "refused" and attempt.has_begun and not supervisor_log.has_told()
             )
             return give_up(reason(lived, start.num_ranks)) if is_given_up else verdict.status
-        saved = (line or {}).get("saved_step") or supervisor_log.place()[2]
+        saved = saved or supervisor_log.place()[2]
         whence = f"checkpoint step {saved}" if saved else "step 0"
         when = f" in {verdict.wait_s:.0f} s" if verdict.wait_s else ""
         text = f"{verdict.why}; going on from {whence}{when}"
@@ -176,8 +176,8 @@ def written_down(
     launch: str,
     is_ours: bool,
     before: Lived | None,
-) -> tuple[Attempt, dict[str, Any] | None]:
-    """Put an attempt on record; what the budget must know of it, and its line."""
+) -> tuple[Attempt, int | None]:
+    """Put an attempt on record; what the budget must know of it, and its newest saved step."""
     first = first_failure(lived.ends)
     how = {
         "cause": cause_of(lived.ends, asked.first),
@@ -186,18 +186,20 @@ def written_down(
         "host": first.host or None if first else None,
     }
     seen = {"phase": first.phase, "why": first.hung} if first else {}
-    line = supervisor_log.close(
+    closed = supervisor_log.close(
         launch,
         is_ours,
-        **how,
-        **seen,
-        began_unix_s=lived.began_unix_s,
-        ended_unix_s=lived.ended_unix_s,
-        detect_s=lived.detect_s,
-        restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
+        attempts.Attempt(
+            **how,
+            **seen,
+            began_unix_s=lived.began_unix_s,
+            ended_unix_s=lived.ended_unix_s,
+            detect_s=lived.detect_s,
+            restart_s=max(0.0, lived.began_unix_s - before.ended_unix_s) if before else 0.0,
+        ),
     )
-    has_begun = line is not None and line["from_step"] is not None
-    return Attempt(place=supervisor_log.place(), has_begun=has_begun, **how), line
+    place = supervisor_log.place()
+    return Attempt(place=place, has_begun=closed.has_begun, **how), closed.saved_step
 
 
 def asked_status(number: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.errors import Shared
-from checkpoint.comm import Comm, Ranks
+from checkpoint.comm import Comm, RankComm
 from checkpoint.save.background import WAITS, Background
 from checkpoint.save.commit import SaveReport, save
 from record.heartbeat import HEART
@@ -101,7 +101,7 @@ class BackgroundWriter:
     ):
         self.stuck_s = stuck_s
         self.in_flight: int | None = None  # as all ranks agree; this rank's own may have ended
-        self.background = Background(Ranks(PATIENCE_S))
+        self.background = Background(RankComm(PATIENCE_S))
         self._ranks, self._process = ranks, process
         self._ended, self._tell = ended, tell
         self._is_reported = False  # that the save in flight is stuck

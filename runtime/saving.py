@@ -24,11 +24,11 @@ from base.values import counted
 from checkpoint.comm import Comm
 from checkpoint.format.manifest import folder_name
 from checkpoint.format.state import RunState, random_states
-from checkpoint.load.choosing import Keep
 from checkpoint.save import replicas
-from checkpoint.save.commit import SaveReport, due
-from checkpoint.save.interval import Cost, Pace
+from checkpoint.save.commit import SaveReport
+from checkpoint.save.interval import Cost, Pace, is_due
 from checkpoint.save.lease import Lease
+from checkpoint.save.retention import Keep
 from recipes.schema import Recipe
 from record.heartbeat import HEART
 from runtime import save_writers
@@ -100,9 +100,9 @@ class Saver:
         A trial that saves nothing (no interval, `at_end` false) does not save then either.
         """
         if self.pace:
-            planned = step == self.last_step or step >= self.pace.next
+            planned = self.pace.is_due(step, self.last_step)
         else:
-            planned = due(step, self.wanted.interval, self.last_step)
+            planned = is_due(step, self.wanted.interval, self.last_step)
         keeps = self.wanted.at_end or self.wanted.interval != 0
         return planned or (is_asked and keeps)
 

@@ -30,7 +30,7 @@ from record.records import LEDGER, make_way
 from record.resuming import compare, read_state
 from runtime.engine.engine import decoder_config
 from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
-from runtime.log.rank0_record import Record
+from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import Resolved
 from runtime.run import Run
@@ -128,10 +128,10 @@ def health_monitor_of(run: Run) -> HealthMonitor:
     )
 
 
-def open_record(run: Run) -> Record:
+def open_record(run: Run) -> RunRecord:
     """Rank 0's record of this attempt. Prints the banner."""
     make_way(run.folder / LEDGER)
-    record = Record(
+    record = RunRecord(
         run.folder,
         run.recipe,
         run.resolved,

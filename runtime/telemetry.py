@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from data.stream.collect import LEDGER_EVERY, Collector
+from data.stream.collect import LEDGER_EVERY, LedgerCollector
 from data.stream.stream import StepData
 from record.heartbeat import HEART
 from runtime.engine.batches import gather_hashes
 from runtime.engine.communication import bytes_by_kind
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement
-from runtime.log.rank0_record import Finished, Record
+from runtime.log.rank0_record import Finished, RunRecord
 from runtime.monitor.hardware import HardwareWatch
 from runtime.monitor.profiling import profiler_of
 from runtime.run import Run
@@ -32,11 +32,11 @@ from runtime.run import Run
 class Telemetry:
     """The observers of one attempt on one rank; `record` is rank 0's, None on the others."""
 
-    def __init__(self, run: Run, record: Record | None):
+    def __init__(self, run: Run, record: RunRecord | None):
         recipe, layout, me = run.recipe, run.resolved.layout, run.process
         self.rank0_record, self._counter = record, run.counter
         self._hardware = HardwareWatch(recipe.hardware, layout, me, run.after_step)
-        self._ledger = Collector(
+        self._ledger = LedgerCollector(
             record.ledger if record else None,
             lambda own: gather_hashes(own, me.device),
             LEDGER_EVERY,
