@@ -90,10 +90,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def split_words(variable: str, text: str) -> list[str]:
-    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
+def split_arguments(variable: str, text: str) -> list[str]:
+    """Arguments given as one text, split by the shell's rules for quotes and blanks.
 
-    Raises UserError that names the `variable`.
+    Nothing is expanded. Raises UserError that names the `variable`.
     """
     try:
         return shlex.split(text)

@@ -61,25 +61,25 @@ class Bed:
     def __init__(self, clone: Path, hosts: namespaces.Hosts, ssh: str, run: Sequence[str]):
         self.clone, self.hosts, self.ssh, self.common = clone, hosts, ssh, run
         (self.clone / "hosts").write_text("".join(f"node{n} slots=1\n" for n in sorted(HOSTS)))
-        self.run, self.words = Path(), []
+        self.run, self.arguments = Path(), []
         self.launcher: subprocess.Popen | None = None
 
-    def command(self, *words: str) -> list[str]:
+    def command(self, *arguments: str) -> list[str]:
         """The launcher's, on node1."""
         place = ["--hostfile", "hosts", "--ssh", self.ssh, "--spares", "1"]
-        python = [sys.executable, "-m", "commands.pretrain", *place, "--", *self.common, *words]
+        python = [sys.executable, "-m", "commands.pretrain", *place, "--", *self.common, *arguments]
         return self.hosts.command(LAUNCHER, *python)
 
-    def start(self, name: str, *words: str) -> None:
+    def start(self, name: str, *arguments: str) -> None:
         """Start a run and let it go."""
-        self.run, self.words = self.clone / "runs" / name, [f"run={name}", *words]
+        self.run, self.arguments = self.clone / "runs" / name, [f"run={name}", *arguments]
         self.again()
 
     def again(self) -> None:
         """Give the same command, as a person would."""
         with open(self.clone / f"{self.run.name}.log", "ab") as log:
             self.launcher = subprocess.Popen(
-                self.command(*self.words), cwd=self.clone, stdout=log, stderr=log,
+                self.command(*self.arguments), cwd=self.clone, stdout=log, stderr=log,
                 env=environment(PYTHONPATH=str(self.clone)), start_new_session=True,
             )  # fmt: skip
 
@@ -106,9 +106,9 @@ class Bed:
         for number in range(1, len(EVERYBODY) + 1):
             for pid in self.hosts.processes(number):
                 with contextlib.suppress(OSError):
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if words[1:2] == [b"pretrain.py"] and f"RANK={rank}".encode() in variables:
+                    if arguments[1:2] == [b"pretrain.py"] and f"RANK={rank}".encode() in variables:
                         return pid
         raise AssertionError(f"no process of rank {rank}")
 
@@ -116,8 +116,8 @@ class Bed:
         """The agent with ranks on a host."""
         for pid in self.hosts.processes(number):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"launch.hosts.agent" in words and words[0].endswith(b"python"):
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"launch.hosts.agent" in arguments and arguments[0].endswith(b"python"):
                     return pid
         raise AssertionError(f"no agent on node{number}")
 
@@ -168,7 +168,7 @@ def double_launch(bed: Bed) -> None:
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     done = subprocess.run(
-        bed.command(*bed.words), cwd=bed.clone, env=environment(PYTHONPATH=str(bed.clone)),
+        bed.command(*bed.arguments), cwd=bed.clone, env=environment(PYTHONPATH=str(bed.clone)),
         capture_output=True, text=True, timeout=LIMIT_S * PATIENCE, check=False,
     )  # fmt: skip
     for pid in ranks:
@@ -206,7 +206,7 @@ class Fault:
     torchrun_s: float
     host: str | None = None
     before: Callable[[Bed], None] = lambda bed: None
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 FAULTS = (
@@ -254,7 +254,7 @@ FAULTS = (
         "hung",
         HANG_S,
         "node3",
-        words=("watch.step_s=10",),
+        arguments=("watch.step_s=10",),
     ),
     Fault("host stands still (SIGSTOP)", frozen_host, "lost_host", HANG_S, "node3"),
     Fault(
@@ -293,7 +293,7 @@ def suffer(bed: Bed, fault: Fault, straight: dict[str, bytes]) -> Row:
     row = Row(fault)
     try:
         fault.before(bed)
-        bed.start(re.sub(r"\W+", "-", fault.name), *fault.words)
+        bed.start(re.sub(r"\W+", "-", fault.name), *fault.arguments)
         bed.await_steps(STRIKES_AT)
         struck = time.time()
         struck = fault.strike(bed) or struck

@@ -47,12 +47,12 @@ def main(arguments: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/start")
-    parser.add_argument("words", nargs="*", default=["recipe=tiny"])
+    parser.add_argument("arguments", nargs="*", default=["recipe=tiny"])
     options = parser.parse_args(arguments)
     load = os.getloadavg()
     untouched, probed, bare = [], [], []
     for number in range(options.runs + 1):
-        seen = untouched_start(options.words), probed_start(options.words), bare_start()
+        seen = untouched_start(options.arguments), probed_start(options.arguments), bare_start()
         if number:  # the first one warms caches
             for kept, one in zip((untouched, probed, bare), seen, strict=True):
                 kept.append(one)
@@ -71,15 +71,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def untouched_start(words: list[str]) -> float:
+def untouched_start(arguments: list[str]) -> float:
     """Seconds until the real command prints the line of its first step."""
-    command = [sys.executable, "-m", "commands.pretrain", "--nproc", "1", "--", *run_words(words)]
+    command = [
+        sys.executable,
+        "-m",
+        "commands.pretrain",
+        "--nproc",
+        "1",
+        "--",
+        *run_arguments(arguments),
+    ]
     return timed_run(command, FIRST_LINE)
 
 
-def probed_start(words: list[str]) -> Parts:
+def probed_start(arguments: list[str]) -> Parts:
     """The parts of one start."""
-    return parts_of(lambda out: ["launcher", out, *run_words(words)])
+    return parts_of(lambda out: ["launcher", out, *run_arguments(arguments)])
 
 
 def bare_start() -> Parts:
@@ -135,9 +143,9 @@ RUN_NAME = "benchmark-start"
 RUN_FOLDER = ROOT / "runs" / RUN_NAME
 
 
-def run_words(words: list[str]) -> list[str]:
+def run_arguments(arguments: list[str]) -> list[str]:
     """Two steps (the line of a step is printed after the next one was launched), no evaluation."""
-    return [*words, f"run={RUN_NAME}", "stop_after=2", "eval_tokens=0"]
+    return [*arguments, f"run={RUN_NAME}", "stop_after=2", "eval_tokens=0"]
 
 
 def summary(probed: Sequence[Parts], bare: Sequence[Parts]) -> dict[str, Any]:

@@ -75,24 +75,24 @@ class Timeline:
         return call
 
 
-def launcher(timeline: Timeline, words: list[str]) -> int:
+def launcher(timeline: Timeline, arguments: list[str]) -> int:
     """commands.pretrain's main; its exec starts `run` here instead of pretrain.py."""
     timeline.mark("launcher: interpreter")
     from commands import pretrain
 
     timeline.mark("launcher: imports")
 
-    def command_of(words: list[str]) -> list[str]:
+    def command_of(arguments: list[str]) -> list[str]:
         timeline.mark("launcher: compose and check")
         timeline.save()
         module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]
-        return [sys.executable, *module, *words]
+        return [sys.executable, *module, *arguments]
 
     pretrain.command_of = command_of
-    return pretrain.main(["--nproc", "1", "--", *words])
+    return pretrain.main(["--nproc", "1", "--", *arguments])
 
 
-def run(timeline: Timeline, words: list[str]) -> int:
+def run(timeline: Timeline, arguments: list[str]) -> int:
     """pretrain's main, its imports one after the other."""
     timeline.mark("run: interpreter")
     import torch  # noqa: F401
@@ -111,7 +111,7 @@ def run(timeline: Timeline, words: list[str]) -> int:
         timeline.timed(module, name, part)
     pretrain.build = build_after_deepspeed(timeline, pretrain.build)
     stop_after_first_line(timeline)
-    return pretrain.main(words)
+    return pretrain.main(arguments)
 
 
 def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
@@ -176,11 +176,11 @@ def late_imports(timeline: Timeline) -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry; see the module's docstring."""
-    mode, out, *words = arguments
+    mode, out, *rest = arguments
     timeline = Timeline(Path(out))
     if mode == "reference":
         return reference(timeline)
-    return {"launcher": launcher, "run": run}[mode](timeline, words)
+    return {"launcher": launcher, "run": run}[mode](timeline, rest)
 
 
 if __name__ == "__main__":

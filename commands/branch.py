@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, count_of, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, count_of, refuse
 from base.durable import sync_folder, sync_tree
 from base.errors import UserError
 from base.exits import FINISHED
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--segment", default="", help="take the checkpoint of this segment")
     parser.add_argument("--to", default="", help="name of the new run")
     parser.add_argument("--why", default="", help="for the record")
-    add_words(parser, "*", "overrides of the new run")
+    add_overrides(parser, "*", "overrides of the new run")
     options = parser.parse_args(arguments)
     try:
         parent = run_folder(options.run, ROOT)
@@ -119,7 +119,7 @@ def branched(
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / MARK
         own.write_text(recipe_yaml(to_recipe(stored, {}, [])[0]), encoding="utf-8")
-        recipe = compose(str(own), [*words_of(options), f"run={options.to}"]).recipe
+        recipe = compose(str(own), [*arguments_of(options), f"run={options.to}"]).recipe
     found = check_resume(stored, dataclasses.asdict(recipe)).changes
     allow = tuple(change.key for change in found if change.treatment == "deliberate")
     skips = history.data_with_skips(recipe.data, kept_skips(read(parent), target))

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import counted, read_ranks
 from compare import pictures, runner, tensorboard_pages
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
     parser.add_argument("--repeats", default="3")
-    add_words(parser, "*", "overrides of every variant")
+    add_overrides(parser, "*", "overrides of every variant")
     options = parser.parse_args(arguments)
     try:
-        options.words = words_of(options)
+        options.arguments = arguments_of(options)
         if options.runs is not None:
             return compare_runs(options)
         return compare_variants(options)
@@ -122,7 +122,9 @@ def read_plan(options: argparse.Namespace) -> Plan:
 
     if problems:
         raise UserError(*problems)
-    return plan(options.name, options.recipe, ranks, options.words, sweep, steps, repeats, resolved)
+    return plan(
+        options.name, options.recipe, ranks, options.arguments, sweep, steps, repeats, resolved
+    )
 
 
 def announcement(wanted: Plan) -> str:

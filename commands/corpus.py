@@ -10,7 +10,7 @@ from pathlib import Path
 from base.command_line import Parser, refuse
 from base.cores import usable
 from base.errors import UserError
-from base.values import split_words
+from base.values import split_arguments
 from data.corpus.build_report import report_lines
 from data.corpus.tokenizer import open_tokenizer
 from data.text.ingest import build_corpus
@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
             problems.append(f"WORKERS={options.workers}: is not 1 or more")
         if problems:
             raise UserError(*problems)
-        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
-        settings = read_settings(words)
+        arguments = [*options.settings, *split_arguments("OVERRIDES", options.overrides)]
+        settings = read_settings(arguments)
         tokenizer = open_tokenizer(options.tokenizer, settings.eod)
         out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, log)

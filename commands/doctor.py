@@ -90,8 +90,8 @@ def collective(
     out = ROOT / RESULT
     out.parent.mkdir(exist_ok=True)
     out.unlink(missing_ok=True)
-    words = ["-m", "runtime.process.link_test", str(out), device]
-    status = start.across(cluster, plan, words, per_host, environment, None)
+    arguments = ["-m", "runtime.process.link_test", str(out), device]
+    status = start.across(cluster, plan, arguments, per_host, environment, None)
     if status:
         return [f"the collective test on {len(names)} hosts ended with status {status}; see above"]
     if not out.exists():

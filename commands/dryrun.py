@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import scaled, table
 from base.values import read_ranks
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        recipe_name, *words = words_of(options)
-        seen = collect(recipe_name, words, options.world, options.rank)
+        recipe_name, *overrides = arguments_of(options)
+        seen = collect(recipe_name, overrides, options.world, options.rank)
     except UserError as error:
         return refuse(error)
     print(json.dumps(seen, indent=2) if options.json else text(seen))

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import table
 from base.values import counted, read_ranks
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="make layouts", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        recipe_name, *words = words_of(options)
-        recipe = compose(recipe_name, words).recipe
+        recipe_name, *overrides = arguments_of(options)
+        recipe = compose(recipe_name, overrides).recipe
         fewest = recipe.parallel.model_ranks
         world = fewest if options.world is None else read_ranks("WORLD", options.world)
         own = load_preset(recipe.zero).stage

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # what follows takes a second to import
 
     requests.REQUESTS.listen(is_importing=True)
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.cores import allow_open_files
 from base.errors import UserError
 from base.exits import FAILED
@@ -87,16 +87,16 @@ def main(arguments: list[str]) -> int:
     try:
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         place = read_place(options)
-        words = words_of(options)
+        arguments = arguments_of(options)
         if options.check:
-            check(words, ranks or 1)
+            check(arguments, ranks or 1)
             return 0
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
         if place is None:
-            return start_here(words, ranks or 1, options.once)
-        status = start_across(words, place, ranks, options.once)
+            return start_here(arguments, ranks or 1, options.once)
+        status = start_across(arguments, place, ranks, options.once)
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
@@ -121,25 +121,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
     parser.add_argument("--once", action="store_true", help="never start again after a failure")
     parser.add_argument("--with-parent", action="store_true", help="end when who started it ends")
-    add_words(parser, "*", "recipe=NAME and overrides")
+    add_overrides(parser, "*", "recipe=NAME and overrides")
     return parser.parse_args(arguments)
 
 
-def start_here(words: list[str], ranks: int, once: bool) -> int:
+def start_here(arguments: list[str], ranks: int, once: bool) -> int:
     """Ranks of this machine."""
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
     if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
         raise UserError(*(f"{line}; unset it" for line in wrong))
-    recipe = check(words, ranks).recipe
+    recipe = check(arguments, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     folder = ROOT / "runs" / recipe.run
     supervisor_log = SupervisorLog(folder)
 
     def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
-        command = command_of(goes_on(words) if has_begun else words)
+        command = command_of(goes_on(arguments) if has_begun else arguments)
         return start.live_here(
             command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
         )
@@ -167,14 +167,14 @@ def start_here(words: list[str], ranks: int, once: bool) -> int:
         )
 
 
-def command_of(words: list[str]) -> list[str]:
+def command_of(arguments: list[str]) -> list[str]:
     """The process that trains."""
-    return [sys.executable, str(ROOT / "pretrain.py"), *words]
+    return [sys.executable, str(ROOT / "pretrain.py"), *arguments]
 
 
-def goes_on(words: list[str]) -> list[str]:
-    """The words of a later attempt: what `resume=fresh` set aside is not to be set aside again."""
-    return [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+def goes_on(arguments: list[str]) -> list[str]:
+    """The arguments of a later attempt, without `resume=fresh`: it counts for one start."""
+    return [text for text in arguments if not text.startswith("resume=")] + ["resume=auto"]
 
 
 def before(recipe: Recipe, supervisor_log: SupervisorLog) -> tuple[int, int, int]:
@@ -188,13 +188,13 @@ def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     return {socket.gethostname(): gather(ROOT, 0, {}, environ)}
 
 
-def start_across(words: list[str], place: Place, nproc: int | None, once: bool) -> int:
+def start_across(arguments: list[str], place: Place, nproc: int | None, once: bool) -> int:
     """Ranks on many hosts: check the recipe, then the hosts, then start."""
     hosts = place.cluster.hosts
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
     per_host = ranks_per_host([*hosts, *place.spares], nproc)
-    checked = check(words, per_host * len(hosts))
+    checked = check(arguments, per_host * len(hosts))
     recipe = checked.recipe
     refuse_split_groups(recipe, per_host)
     environment = passed(os.environ, place.named)
@@ -222,7 +222,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
             place.included,
             supervisor_log.failures,
             supervisor_log.note,
-            lambda hosts: check(words, per_host * hosts, is_running=True),
+            lambda hosts: check(arguments, per_host * hosts, is_running=True),
             log,
             tell=tell,
         )
@@ -234,7 +234,7 @@ def start_across(words: list[str], place: Place, nproc: int | None, once: bool) 
         def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
             order = start.order_of(
                 fleet.plan,
-                ["pretrain.py", *(goes_on(words) if has_begun else words)],
+                ["pretrain.py", *(goes_on(arguments) if has_begun else arguments)],
                 per_host,
                 environment | variables,
                 f"runs/{recipe.run}",
@@ -341,9 +341,11 @@ class Checked:
     checkpoint_gib: float
 
 
-def check(words: list[str], ranks: int, is_running: bool = False) -> Checked:
+def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked:
     """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(words, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
+    recipe = compose_command(
+        arguments, ds_problems, lambda data: corpus_problems(data, ROOT)
+    ).recipe
     try:
         schedule = schedule_of(recipe)
         resolved = resolve(recipe, ranks, schedule)

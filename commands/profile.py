@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import table
 from base.values import read_ranks, read_steps
@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
-    add_words(parser, "*", "overrides")
+    add_overrides(parser, "*", "overrides")
     options = parser.parse_args(arguments)
     try:
-        options.words = words_of(options)
+        options.arguments = arguments_of(options)
         command, folder = prepare(options)
     except UserError as error:
         return refuse(error)
@@ -109,13 +109,13 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
     if problems:
         raise UserError(*problems)
     skips = as_words(data_of(compose(str(source / "recipe.yaml"), ["resume=auto"]).recipe, source))
-    words = [
+    arguments = [
         f"recipe=runs/{options.run}/recipe.yaml", *skips, "eval_tokens=0", "eval_every=0",
         "checkpoint.interval=0", "checkpoint.at_end=false", f"stop_after={steps[-1]}",
-        f"log.profile={options.steps}", *options.words, f"run={folder.name}",
+        f"log.profile={options.steps}", *options.arguments, f"run={folder.name}",
     ]  # fmt: skip
     options = ["--with-parent", "--once", "--nproc", str(ranks)]
-    return [sys.executable, "-m", "commands.pretrain", *options, "--", *words], folder
+    return [sys.executable, "-m", "commands.pretrain", *options, "--", *arguments], folder
 
 
 def read_profile(folder: Path) -> dict[str, Any]:

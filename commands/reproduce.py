@@ -1,7 +1,7 @@
 """`make reproduce`: train a run again from its record alone, and compare every number.
 
     environment.json  commit and diff -> the code, in a temporary git worktree where it is not this
-                      recipe, layout -> the same words, the same number of ranks
+                      recipe, layout -> the same arguments, the same number of ranks
     history.jsonl     rewinds, skips, changes -> replay segments, one start after the other
     (compare.replay_segments)
     metrics.jsonl, ledger/            -> each loss, norm, rate and batch hash, compared exactly
@@ -130,7 +130,7 @@ def train(
             command = [
                 *entry(replay_segment.entry),
                 f"recipe={path}",
-                *words(copy.name, replay_segment.stop, allow),
+                *arguments_of_copy(copy.name, replay_segment.stop, allow),
             ]
             status, tail = run_one(command, code)
             own = read_metrics(copy, numbers[replay_segment.segment])
@@ -140,7 +140,7 @@ def train(
 
 
 def entry(conditions: dict[str, Any]) -> list[str]:
-    """The command that trains, up to its words: without `make pretrain`'s supervisor, which would
+    """The command that trains, up to its arguments, without the supervisor, which would
     start again by itself what the policy took back; with as many threads as then.
     """
     ranks = conditions["layout"]["world"]
@@ -150,7 +150,7 @@ def entry(conditions: dict[str, Any]) -> list[str]:
     return ["env", threads, "OMP_WAIT_POLICY=PASSIVE", sys.executable, *several, "pretrain.py"]
 
 
-def words(name: str, stop: int, allow: Sequence[str]) -> list[str]:
+def arguments_of_copy(name: str, stop: int, allow: Sequence[str]) -> list[str]:
     """What a replay segment adds to its recipe: another name, an end, saves there and nowhere
     else.
     """

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import scaled, table
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        recipe_name, *overrides = words_of(options)
+        recipe_name, *overrides = arguments_of(options)
         world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(recipe_name, overrides, world)
     except UserError as error:

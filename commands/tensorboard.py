@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> int:
         if not folder.is_dir():
             shown = folder.relative_to(ROOT)
             return refuse(UserError(f"RUN={options.run}: there is no {shown}"))
-    words = ["-m", "tensorboard.main", "--logdir", str(folder), "--port", options.port]
-    os.execv(sys.executable, [sys.executable, *words])
+    command = ["-m", "tensorboard.main", "--logdir", str(folder), "--port", options.port]
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ def stored(folder: Path) -> dict[str, Any] | None:
         refuse_unwritable(folder)
         return None
     try:
-        return json.loads((folder / WHAT).read_text(encoding="utf-8"))
+        there = json.loads((folder / WHAT).read_text(encoding="utf-8"))
+        for variant in there.get("variants", ()):
+            if "words" in variant:  # its name in files of older versions
+                variant["overrides"] = variant.pop("words")
+        return there
     except (OSError, ValueError):
         raise UserError(
             f"NAME={folder.name}: {folder} is not the folder of a comparison (no whole {WHAT});"
@@ -77,8 +81,8 @@ def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
 
 def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
     """One differing entry, for people."""
-    if key == "variants" and [v["words"] for v in there.get(key, [])] == [
-        v["words"] for v in wanted.get(key, [])
+    if key == "variants" and [v["overrides"] for v in there.get(key, [])] == [
+        v["overrides"] for v in wanted.get(key, [])
     ]:
         return "the recipe has changed since"
     short = [json.dumps(side.get(key))[:120] for side in (there, wanted)]

@@ -58,7 +58,7 @@ def refused(plan: Plan, turn: Turn) -> list[str]:
     """What the launcher says against a run."""
     if is_finished(RUNS / turn.run, plan.steps):
         return []
-    command = [*entry(plan.ranks, "--check"), *plan.words(turn)]
+    command = [*entry(plan.ranks, "--check"), *plan.arguments(turn)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
@@ -67,7 +67,7 @@ def refused(plan: Plan, turn: Turn) -> list[str]:
 
 
 def entry(ranks: int, *options: str) -> list[str]:
-    """The command of `make pretrain`, up to the words of the run."""
+    """The command of `make pretrain`, up to the arguments of the run."""
     return [sys.executable, "-m", "commands.pretrain", *options, "--nproc", str(ranks), "--"]
 
 
@@ -140,7 +140,7 @@ def log_of(folder: Path, turn: Turn) -> Path:
 
 def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
     """Start a run, wait for its end, return its exit status; `moved(steps)` while it goes on."""
-    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.words(turn)]
+    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.arguments(turn)]
     with open(log_of(folder, turn), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()

@@ -40,11 +40,11 @@ FEWEST_STEPS, MOST_STEPS, MOST_REPEATS, MOST_RUNS = 3, 10**6, 100, 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """One point of the sweep: `words` are its overrides, `label` is for people."""
+    """One point of the sweep: `label` is for people."""
 
     label: str
     slug: str  # part of its runs' names
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]  # behind those of the comparison
     digest: str  # of its whole recipe: it changes when a file under recipes/ does
 
 
@@ -85,9 +85,9 @@ class Plan:
             found.setdefault(turn.round, []).append(turn.run)
         return found
 
-    def words(self, turn: Turn) -> list[str]:
+    def arguments(self, turn: Turn) -> list[str]:
         """What `commands.pretrain` gets for a run."""
-        return [*command(self.recipe, self.overrides, turn.variant.words, self.steps),
+        return [*command(self.recipe, self.overrides, turn.variant.overrides, self.steps),
                 f"run={turn.run}"]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,17 +121,17 @@ def plan(
     if problems:
         raise UserError(*problems)
     variants, stem, found = [], None, []
-    for words, slug in zip(choices, slugs(choices, list(values)), strict=True):
-        label = " ".join(words)
+    for chosen, slug in zip(choices, slugs(choices, list(values)), strict=True):
+        label = " ".join(chosen)
         try:
-            composed = compose_command(command(recipe, overrides, words, steps)).recipe
+            composed = compose_command(command(recipe, overrides, chosen, steps)).recipe
             resolved: Resolved = resolve(composed)
             check_length(resolved, composed, steps)
         except UserError as error:
             found += [(label, line) for line in error.problems]
             continue
         stem = stem or composed.run
-        variants.append(Variant(label, slug, words, digest(composed)))
+        variants.append(Variant(label, slug, chosen, digest(composed)))
     if found:
         raise UserError(*told(found, len(choices)))
     name = checked_name(name or f"{stem}-by-{'-'.join(last_parts(values))}", repeats)
@@ -148,7 +148,7 @@ def plan(
 def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
     """What may not stand in SWEEP or OVERRIDES, and a sweep of nothing."""
     given = [(key, "SWEEP") for key in values]
-    given += [(word.partition("=")[0].lstrip("+~"), "OVERRIDES") for word in overrides]
+    given += [(text.partition("=")[0].lstrip("+~"), "OVERRIDES") for text in overrides]
     problems = [f"{where} sets {key}: {OURS[key]}" for key, where in given if key in OURS]
     problems += [
         f"{key} stands in SWEEP and in OVERRIDES; keep one of them"
@@ -162,12 +162,12 @@ def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
     return problems
 
 
-def command(recipe: str, overrides: Any, words: Any, steps: int) -> list[str]:
+def command(recipe: str, overrides: Any, chosen: Any, steps: int) -> list[str]:
     """recipe=NAME and every override of a run but its name."""
-    given = {word.partition("=")[0] for word in (*overrides, *words)}
+    given = {text.partition("=")[0] for text in (*overrides, *chosen)}
     defaults = [f"{key}={value}" for key, value in UNLESS_GIVEN.items() if key not in given]
     return [
-        f"recipe={recipe}", *defaults, *overrides, *words, f"stop_after={steps}",
+        f"recipe={recipe}", *defaults, *overrides, *chosen, f"stop_after={steps}",
         "log.communication=true", "checkpoint.interval=0", "checkpoint.at_end=false",
     ]  # fmt: skip
 
@@ -210,10 +210,10 @@ def slugs(choices: list[tuple[str, ...]], keys: list[str]) -> list[str]:
     """A short name for each variant that folders and overrides take; numbers where two meet."""
     short = dict(zip(keys, last_parts(keys), strict=True))
     made = []
-    for words in choices:
+    for chosen in choices:
         parts = []
-        for key, word in zip(keys, words, strict=True):
-            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", word.partition("=")[2]).strip("-.")
+        for key, text in zip(keys, chosen, strict=True):
+            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", text.partition("=")[2]).strip("-.")
             parts.append(f"{short[key]}-{value}")
         made.append(".".join(parts))
     if len(set(made)) < len(made):

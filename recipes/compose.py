@@ -146,31 +146,33 @@ def run_name(stem: str) -> str:
         raise UserError(f"run={stem!r} (the recipe's file name) {error}; give run=NAME") from None
 
 
-def sweep_values(words: Sequence[str]) -> dict[str, list[str]]:
-    """Key -> the words it stands for: `zero=1,2` is {"zero": ["zero=1", "zero=2"]}.
+def sweep_values(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Key -> the overrides it stands for: `zero=1,2` is {"zero": ["zero=1", "zero=2"]}.
 
     Hydra's grammar: lists with commas, choice(...), range(...). Raises UserError with all problems.
     """
     parser = OverridesParser.create()
     found: dict[str, list[str]] = {}
     problems = []
-    for word in words:
+    for override in overrides:
         try:
-            parsed = parser.parse_override(word)
+            parsed = parser.parse_override(override)
             key = parsed.key_or_group
             if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
                 raise ValueError("its values cannot be counted")
             if parsed.is_sweep_override():
                 values = [f"{key}={value}" for value in parsed.sweep_string_iterator()]
             else:
-                values = [word]
+                values = [override]
         except (HydraException, ValueError) as error:
-            problems.append(f"sweep {word!r} is malformed ({_one_line(error)}); write knob=1,2,3")
+            problems.append(
+                f"sweep {override!r} is malformed ({_one_line(error)}); write knob=1,2,3"
+            )
             continue
         if key in found:
             problems.append(f"sweep {key} is given twice; put all its values behind one {key}=")
         repeated = sorted({value for value in values if values.count(value) > 1})
-        problems += [f"sweep {word!r}: {value} stands there twice" for value in repeated]
+        problems += [f"sweep {override!r}: {value} stands there twice" for value in repeated]
         found[key] = values
     if problems:
         raise UserError(*problems)

@@ -28,7 +28,7 @@ from base.values import did_you_mean as did_you_mean
 from base.values import knob as knob
 from base.values import read_ranks as read_ranks
 from base.values import read_steps as read_steps
-from base.values import split_words as split_words
+from base.values import split_arguments as split_arguments
 from recipes.faults import Alerts as Alerts
 from recipes.faults import Health as Health
 

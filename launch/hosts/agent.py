@@ -10,7 +10,7 @@ reports.
 
 The one rule: nothing outlives the connection. When the launcher, its ssh or the network between
 goes away, standard input ends or falls silent, and the ranks are stopped. Orders come as data,
-never as words of a shell. Imports no torch.
+never as arguments of a shell. Imports no torch.
 """
 
 from __future__ import annotations
@@ -164,10 +164,10 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         voice.log("suspect", hung=hung and dataclasses.asdict(hung))
 
     folder = order["run_folder"]
-    if not os.access(ROOT / order["words"][0], os.R_OK) and order["words"][0] != "-m":
-        raise UserError(f"{ROOT / order['words'][0]} cannot be read on {here['name']}")
+    if not os.access(ROOT / order["arguments"][0], os.R_OK) and order["arguments"][0] != "-m":
+        raise UserError(f"{ROOT / order['arguments'][0]} cannot be read on {here['name']}")
     ranks = Ranks(
-        [sys.executable, *order["words"]],
+        [sys.executable, *order["arguments"]],
         environments(
             os.environ | order["environment"],
             node=node,

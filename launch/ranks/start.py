@@ -1,6 +1,6 @@
 """Starts the ranks of a run and stays until none lives: on this host, or on a cluster.
 
-    live_here(words, ...)         ranks of this machine: one attempt
+    live_here(arguments, ...)         ranks of this machine: one attempt
     live_across(cluster, ...)     ranks on many hosts, through their agents: one attempt
     here(...), across(...)        the same, told to a person, for an exit status
 
@@ -36,7 +36,7 @@ LOST_S = 60.0  # a host that is silent for so long is lost
 
 
 def here(
-    words: Sequence[str],
+    arguments: Sequence[str],
     ranks: int,
     root: Path,
     run_folder: Path | None,
@@ -46,12 +46,12 @@ def here(
     """Run `python WORDS` on `ranks` ranks of this machine, once; returns the exit status."""
     screen = Screen(ranks)
     with signals() as asked:
-        lived = live_here(words, ranks, root, run_folder, port, screen, asked, limits=limits)
+        lived = live_here(arguments, ranks, root, run_folder, port, screen, asked, limits=limits)
     return screen.finish(lived.ends, asked.first)
 
 
 def live_here(
-    words: Sequence[str],
+    arguments: Sequence[str],
     ranks: int,
     root: Path,
     run_folder: Path | None,
@@ -75,7 +75,7 @@ def live_here(
         screen.line(local, kind, line.decode(errors="replace"))
 
     began, began_unix_s = time.monotonic(), time.time()
-    command = [sys.executable, *words]
+    command = [sys.executable, *arguments]
     logs = RunLogs(run_folder)
     group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True, limits=limits)
     asked.then(group.stop, group.kill, group.suspend)
@@ -89,7 +89,7 @@ def live_here(
 def across(
     cluster: Cluster,
     plan: Plan,
-    words: Sequence[str],
+    arguments: Sequence[str],
     per_host: int,
     environment: Mapping[str, str],
     run_folder: str | None,
@@ -98,7 +98,7 @@ def across(
 ) -> int:
     """Run `python WORDS` on `per_host` ranks of every host, once; returns the exit status."""
     screen = screen or Screen(per_host * len(plan.hosts))
-    order = order_of(plan, words, per_host, environment, run_folder, limits=limits)
+    order = order_of(plan, arguments, per_host, environment, run_folder, limits=limits)
     with signals() as asked:
         lived = live_across(cluster, order, screen, asked)
     return screen.finish(lived.ends, asked.first)
@@ -106,7 +106,7 @@ def across(
 
 def order_of(
     plan: Plan,
-    words: Sequence[str],
+    arguments: Sequence[str],
     per_host: int,
     environment: Mapping[str, str],
     run_folder: str | None,
@@ -117,7 +117,7 @@ def order_of(
     return {
         "do": "ranks",
         "hosts": plan.hosts,
-        "words": list(words),
+        "arguments": list(arguments),
         "per_node": per_host,
         "port": plan.port,
         "environment": dict(environment),

@@ -27,8 +27,8 @@ def unasked(monkeypatch):
     monkeypatch.setattr(show, "confirm", lambda config: None)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
+@pytest.mark.parametrize("recipe_name", recipe_names())
+def test_every_recipe_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
     shown = show.collect(recipe_name, [])
     text = show.text(shown)
     assert json.loads(json.dumps(shown)) == shown | {

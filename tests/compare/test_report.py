@@ -342,7 +342,7 @@ def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_o
     target = history.Target(0, 10, 10)
     history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
 
-    options = argparse.Namespace(run="a", steps="10:15", nproc="1", words=[])
+    options = argparse.Namespace(run="a", steps="10:15", nproc="1", arguments=[])
     command, _ = profile.prepare(options)
     (word,) = [word for word in command if word.startswith("data.skip")]
     assert word == "data.skip.advance=[[3,5],[10,23]]"

@@ -21,12 +21,12 @@ def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) 
     def resolved(recipe):
         return resolve(recipe, ranks, schedule_of(recipe))
 
-    return plan(name, "tiny", ranks, list(overrides), list(compare), steps, repeats, resolved)
+    return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, resolved)
 
 
 def problems_of(*sweep: str, **options) -> list[str]:
     with pytest.raises(UserError) as refusal:
-        planned(*compare, **options)
+        planned(*sweep, **options)
     return refusal.value.problems
 
 
@@ -46,11 +46,11 @@ def test_rounds_are_interleaved_and_every_run_has_a_name_of_its_own():
                         "tiny-by-zero-micro_batch.zero-1.micro_batch-2.r1"]  # fmt: skip
     assert [turn.round for turn in wanted.turns()] == [1] * 4 + [2] * 4
     assert len(set(runs)) == 8
-    words = wanted.words(wanted.turns()[5])
-    assert words[0] == "recipe=tiny"
-    assert words[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
-    assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(words)
-    assert {"eval_tokens=0", "eval_every=0"} < set(words)
+    arguments = wanted.arguments(wanted.turns()[5])
+    assert arguments[0] == "recipe=tiny"
+    assert arguments[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
+    assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(arguments)
+    assert {"eval_tokens=0", "eval_every=0"} < set(arguments)
 
 
 def test_hydras_lists_choices_and_ranges_are_understood():

@@ -18,7 +18,7 @@ from data.foreign.importing import ImportSettings, import_corpus
 from data.foreign.token_files import find_foreign
 from data.stream.schedule import read_schedule
 from data.stream.stream import open_stream
-from data.text.settings import read_words
+from data.text.settings import read_knobs
 from recipes.schema import Data, Source
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 9, 9, 9, 9, 0], [300, 1, 0]]
@@ -28,7 +28,7 @@ LENGTHS = [len(ids) for ids in DOCUMENTS]
 
 def bring(source, out, *words, tokenizer=None, log=lambda text: None, is_quick=False):
     words = words if tokenizer else ("vocab_size=1000", "eod_id=0", *words)
-    settings = read_words(ImportSettings, words, "make corpus-import")
+    settings = read_knobs(ImportSettings, words, "make corpus-import")
     return import_corpus(str(source), out, tokenizer, settings, log, is_quick)
 
 
@@ -202,7 +202,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
 def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
     prefix = megatron(tmp_path / "in")
     for words in (("vocab_size=300", "eod_id=0"), ("vocab_size=300", "eod_id=0", "copy=true")):
-        settings = read_words(ImportSettings, words, "x")
+        settings = read_knobs(ImportSettings, words, "x")
         with pytest.raises(UserError, match=r"holds the id.* 300, expected 0 to 299"):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
     for words, problem in (
@@ -210,7 +210,7 @@ def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
         (("vocab_size=400", "eod_id=-1"), "eod_id=-1: is no id from 0 to 399"),
         (("vocab_size=400", "eod_id=400"), "eod_id=400: is no id from 0 to 399"),
     ):
-        settings = read_words(ImportSettings, words, "x")
+        settings = read_knobs(ImportSettings, words, "x")
         with pytest.raises(UserError, match=problem):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
     with pytest.raises(UserError, match="TOKENIZER= is not given"):

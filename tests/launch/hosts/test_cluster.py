@@ -88,30 +88,31 @@ from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Plan
 from launch.ranks import start
 told = json.loads(sys.argv[1])
-words = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["words"]]
+arguments = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["arguments"]]
 if told["ssh"] is None:
     root = Path.cwd()
-    sys.exit(start.here(words, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
+    sys.exit(start.here(arguments, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
 hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
 cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
 start.order_of = functools.partial(start.order_of, lost_s=told["lost_s"])
-sys.exit(start.across(cluster, Plan(29123, plans, []), words, 1, told["environment"], told["runs"]))
+start_it = functools.partial(start.across, cluster, Plan(29123, plans, []), arguments, 1)
+sys.exit(start_it(told["environment"], told["runs"]))
 """
 
 
 class Launch:
     """A running launcher; two ranks, on one host or on two."""
 
-    def __init__(self, out: Path, action: str, ssh: Path | None, *words: str, **told):
+    def __init__(self, out: Path, action: str, ssh: Path | None, *arguments: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
         told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
         told |= {
             "out": str(out),
             "action": action,
-            "words": words,
+            "arguments": arguments,
             "ssh": shlex.quote(str(ssh)) if ssh else None,
         }
         self.process = subprocess.Popen(
