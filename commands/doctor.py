@@ -21,12 +21,12 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.lossy_output import make_lossy
 from base.values import counted, read_ranks
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import MOST_SLOTS, Host, ranks_per_host
 from launch.hosts.judge import Need, cards_of
 from launch.hosts.link_speeds import slow_links
 from launch.hosts.place import ROOT, add_place, read_place
-from launch.hosts.preflight import Inspection, Plan, preflight, wanted_port
+from launch.hosts.preflight import Inspection, StartPlan, preflight, wanted_port
 from launch.hosts.variables import passed
 from launch.ranks import start
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     try:
         place = read_place(options)
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
-        cluster = Cluster([Host("localhost", MOST_SLOTS)], ROOT)
+        cluster = AgentCluster([Host("localhost", MOST_SLOTS)], ROOT)
         if place:  # spares are examined with the rest
             cluster = replace(place.cluster, hosts=[*place.cluster.hosts, *place.spares])
         named = place.named if place else ()
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     return DO_NOT_RETRY if problems else 0
 
 
-def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
+def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
     """Everything that is wrong with the hosts; prints what was found on the way."""
     known = ranks is not None or cluster.hosts[0].slots != MOST_SLOTS
     per_host = ranks_per_host(cluster.hosts, ranks) if known else 1
@@ -76,14 +76,14 @@ def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) ->
     return collective(cluster, plan, per_host, environment, "cuda" if has_gpus else "cpu")
 
 
-def build_operators(cluster: Cluster, plan: Plan, environment: dict[str, str]) -> None:
+def build_operators(cluster: AgentCluster, plan: StartPlan, environment: dict[str, str]) -> None:
     """Build what DeepSpeed would build in front of waiting ranks; only offload needs it."""
     if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
         log("warning: zero=zero3_offload will not start; all else does not need the operators")
 
 
 def collective(
-    cluster: Cluster, plan: Plan, per_host: int, environment: dict[str, str], device: str
+    cluster: AgentCluster, plan: StartPlan, per_host: int, environment: dict[str, str], device: str
 ) -> list[str]:
     """Run the collective test, and say what is wrong with sums and links."""
     names = [host.name for host in cluster.hosts]

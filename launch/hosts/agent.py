@@ -2,7 +2,7 @@
 reports.
 
     standard input    one order as a line of JSON; then a line now and then; its end = stop
-    standard output   lines of JSON: {"node": 3, "say": "facts" | "way" | "line" | "end" | ...}
+    standard output   lines of JSON: {"node": 3, "kind": "facts" | "way" | "line" | "end" | ...}
 
     facts    what this host is like                  (launch.hosts.facts, for the doctor)
     reach    can the hosts reach the first one       (launch.hosts.network)
@@ -34,10 +34,10 @@ from base.cores import allow_open_files, usable
 from base.errors import UserError
 from base.paths import ROOT
 from launch.hosts import facts, network
-from launch.ranks.outcome import End
 from launch.ranks.ranks import Ranks, RunLogs, rank_variables
 from launch.ranks.watchdog import Hung
 from recipes.schema import Watch
+from record.attempts import RankEnd
 
 # The launcher says something every other second (launch.hosts.cluster), and so does an agent with
 # ranks.
@@ -61,7 +61,7 @@ class Voice:
 
     def log(self, what: str, **content: Any) -> None:
         """Send one message; silently nothing once nobody listens."""
-        line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
+        line = json.dumps({"node": self._node, "kind": what, **content}) + "\n"
         # Where nobody listens any more standard input ends too, which stops the ranks.
         with contextlib.suppress(OSError, ValueError), self._health_monitor:
             sys.stdout.write(line)
@@ -157,7 +157,7 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
         if rank in shown:
             voice.log("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
 
-    def ended(end: End) -> None:
+    def ended(end: RankEnd) -> None:
         voice.log("end", end=dataclasses.asdict(end))
 
     def suspect(hung: Hung | None) -> None:

@@ -1,6 +1,6 @@
 """Agents on many hosts as one thing: give them an order, hear what they say, stop them.
 
-    Cluster.give(order) -> Work:  messages() ... stop(signal) ... kill()
+    AgentCluster.give(order) -> Work:  messages() ... stop(signal) ... kill()
 
 The one rule: when `messages` ends, no agent lives, however it went: a lost connection is a message
 too (`lost`). This is what a supervisor drives; it decides nothing by itself. Units: seconds.
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class AgentCluster:
     """Hosts and the way to reach them. `ssh` is the command with the user's options."""
 
     hosts: Sequence[Host]
@@ -59,16 +59,16 @@ class Cluster:
                 if message is None:
                     if time.monotonic() > deadline:
                         break
-                elif message["say"] == "lost":
+                elif message["kind"] == "lost":
                     problems[message["node"]] = [message["why"]]
-                elif message["say"] == "problem":
+                elif message["kind"] == "problem":
                     problems[message["node"]] = message["problems"]
-                elif message["say"] != "text":
+                elif message["kind"] != "text":
                     said[message["node"]].append(message)
         finally:
             work.kill()
         for node, host in enumerate(self.hosts):
-            if node not in problems and not any(m["say"] == "done" for m in said[node]):
+            if node not in problems and not any(m["kind"] == "done" for m in said[node]):
                 problems[node] = [f"no answer within {timeout_s:.0f} s"]
             problems[node] = [f"{host.name}: {line}" for line in problems.get(node, [])]
         wrong = [line for node in sorted(problems) for line in problems[node]]
@@ -80,7 +80,7 @@ class Cluster:
 class Work:
     """One order being carried out. Messages come as the agents send them, with `at` added."""
 
-    def __init__(self, ways: Sequence[Carrier], order: Message, cluster: Cluster):
+    def __init__(self, ways: Sequence[Carrier], order: Message, cluster: AgentCluster):
         self._hosts = cluster.hosts
         self._grace_s = (order.get("limits") or {}).get("grace_s", GRACE_S)
         self._queue: queue.Queue[Message] = queue.Queue()
@@ -118,19 +118,19 @@ class Work:
                 )
                 if overdue:
                     self.kill()
-            if message and message["say"] not in ("closed", "text"):
+            if message and message["kind"] not in ("closed", "text"):
                 self._spoke.add(message["node"])
-            if message and message["say"] != "closed":
-                node, is_pulse = message["node"], message["say"] == "pulse"
+            if message and message["kind"] != "closed":
+                node, is_pulse = message["node"], message["kind"] == "pulse"
                 if is_pulse or node in self._heard:
                     self._heard[node] = time.monotonic()
                 if is_pulse or node in self._cut_off:
                     message = None
-            if message and message["say"] == "closed":
+            if message and message["kind"] == "closed":
                 self._living -= 1
                 yield from self._missing(message)
                 continue
-            if message and message["say"] == "done":
+            if message and message["kind"] == "done":
                 self._open.discard(message["node"])
                 if not self._open:
                     self._close_inputs()
@@ -164,7 +164,7 @@ class Work:
         for way, process in self._processes:
             if way.nodes == (node,):
                 process.kill()
-        return {"node": node, "say": "lost", "why": why, "at": time.time()}
+        return {"node": node, "kind": "lost", "why": why, "at": time.time()}
 
     def _start(self, way: Carrier, line: str, root: Path) -> subprocess.Popen:
         process = subprocess.Popen(
@@ -200,7 +200,7 @@ class Work:
             if message is None:
                 if line.strip():
                     last.append(line)
-                    message = {"node": way.nodes[0], "say": "text", "text": line}
+                    message = {"node": way.nodes[0], "kind": "text", "text": line}
                 else:
                     continue
             self._queue.put({**message, "at": at})
@@ -209,7 +209,9 @@ class Work:
         status = process.wait()
         for reader in readers:
             reader.join(timeout=2)
-        self._queue.put({"say": "closed", "nodes": way.nodes, "status": status, "last": list(last)})
+        self._queue.put(
+            {"kind": "closed", "nodes": way.nodes, "status": status, "last": list(last)}
+        )
 
     def _silent(self, lost_s: float | None) -> Iterator[Message]:
         """`lost` for every host that was heard and is no more."""
@@ -236,7 +238,7 @@ class Work:
                 why += f": {said}" if said else ""
                 if node not in self._spoke and closed["status"] not in (0, SSH_FAILED):
                     why += "; every host needs the project and its interpreter under the same path"
-                yield {"node": node, "say": "lost", "why": why, "at": time.time()}
+                yield {"node": node, "kind": "lost", "why": why, "at": time.time()}
 
     def _write(self, data: bytes) -> None:
         with self._health_monitor:
@@ -283,4 +285,4 @@ def _message(line: str, nodes: tuple[int, ...]) -> Message | None:
         message = json.loads(line)
     except ValueError:
         return None
-    return message if message.get("node") in nodes and "say" in message else None
+    return message if message.get("node") in nodes and "kind" in message else None

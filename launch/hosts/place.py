@@ -14,7 +14,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.paths import ROOT
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import MOST_SLOTS, Host, choose, expand, part, read_hosts
 
 
@@ -23,7 +23,7 @@ class Place:
     """Hosts that train, hosts that wait, hosts to be used although they failed (INCLUDE), and
     variables that the user wants to go along."""
 
-    cluster: Cluster
+    cluster: AgentCluster
     named: tuple[str, ...]
     spares: tuple[Host, ...] = ()
     included: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ def read_place(options: argparse.Namespace) -> Place | None:
             via = options.via or "ssh"
         train, wait = part(hosts, read_spares(options.spares))
         included = tuple(host.name for host in hosts) if options.include else ()
-        cluster = Cluster(train, ROOT, via, options.ssh or "ssh")
+        cluster = AgentCluster(train, ROOT, via, options.ssh or "ssh")
         return Place(cluster, named, tuple(wait), included)
     for variable, value in (
         ("INCLUDE", options.include),

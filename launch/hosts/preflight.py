@@ -1,7 +1,7 @@
 """Before step 0 of a run on several hosts: facts, judgement, and the way from each host to the
 first.
 
-    facts of every host -> judge -> the others call the first on the port of the run -> Plan
+    facts of every host -> judge -> the others call the first on the port of the run -> StartPlan
 
 The one rule: what is found here is refused by the name of the host and the key, before any rank
 starts. Nothing is left on any host. Units: seconds.
@@ -20,7 +20,7 @@ from typing import Any
 from base.errors import UserError
 from base.values import as_int
 from launch.hosts.carriers import is_here
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.judge import Findings, Need, compilers, judge, names
 
 FACTS_TIMEOUT_S = 120.0
@@ -28,7 +28,7 @@ REACH_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """Where the ranks meet: for each host the first one's address as it sees it, and its own
     interface; `reasons` say why, for a person."""
 
@@ -49,11 +49,11 @@ class Inspection:
 
 
 def preflight(
-    cluster: Cluster,
+    cluster: AgentCluster,
     inspection: Inspection,
     log: Callable[[str], None],
     known: Mapping[str, dict] = {},
-) -> tuple[Plan, dict[str, dict]]:
+) -> tuple[StartPlan, dict[str, dict]]:
     """The plan, and the facts by host. Raises UserError with every problem of every host.
 
     Hosts that are `known`, with their facts, are not asked again.
@@ -78,7 +78,9 @@ def preflight(
     return plan, facts
 
 
-def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], dict[str, float]]:
+def gather(
+    cluster: AgentCluster, inspection: Inspection
+) -> tuple[dict[str, dict], dict[str, float]]:
     """Facts and clock differences to this machine (s, positive = ahead), by host."""
     with shared_mark(cluster) as shared:
         ask = {
@@ -92,13 +94,13 @@ def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], d
         facts, skews_s = {}, {}
         for node, host in enumerate(cluster.hosts):
             for message in said[node]:
-                if message["say"] == "facts":
+                if message["kind"] == "facts":
                     facts[host.name] = message["facts"]
             # The least delayed of the readings: delays make a clock look late.
             skews_s[host.name] = max(
                 message["time"] - message["at"]
                 for message in said[node]
-                if message["say"] == "clock"
+                if message["kind"] == "clock"
             )
             if shared and not facts[host.name]["shared"]:
                 facts[host.name]["shared"] = unseen(cluster.root / shared["folder"], node)
@@ -106,7 +108,7 @@ def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], d
 
 
 @contextlib.contextmanager
-def shared_mark(cluster: Cluster) -> Iterator[dict[str, str] | None]:
+def shared_mark(cluster: AgentCluster) -> Iterator[dict[str, str] | None]:
     """A folder with a token that every host must see; gone afterwards. None for this machine."""
     if all(is_here(host.name) for host in cluster.hosts):
         yield None
@@ -137,13 +139,13 @@ def unseen(folder: Path, node: int) -> str | None:
     return f"what it writes to {folder.parent} does not arrive on the launching host"
 
 
-def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
+def meet(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> StartPlan:
     """Find out over which address each host reaches the first, on the very port of the run."""
     hosts = cluster.hosts
     devices = [list(host.devices) if host.devices else None for host in hosts]
     if len(hosts) == 1:
         only = {"address": "127.0.0.1", "interface": None, "devices": devices[0]}
-        return Plan(port, [{"name": hosts[0].name, **only}], [])
+        return StartPlan(port, [{"name": hosts[0].name, **only}], [])
     # The name first: it is what the user knows. Then IPv4 before IPv6, and last what only another
     # name of the same machine can reach.
     by_family = sorted(addresses, key=lambda address: ":" in address)
@@ -160,7 +162,7 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
         node: message["way"]
         for node in range(1, len(hosts))
         for message in said[node]
-        if message["say"] == "way"
+        if message["kind"] == "way"
     }
     cut_off = [hosts[node].name for node, way in ways.items() if way is None]
     if cut_off:
@@ -176,7 +178,7 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
                 for name in who
             )
         )
-    came = next(message["ways"] for message in said[0] if message["say"] == "came")
+    came = next(message["ways"] for message in said[0] if message["kind"] == "came")
     first = next(iter(came.values()))
     plans = [{"name": hosts[0].name, "address": first["own"], "interface": first["interface"]}]
     for node in range(1, len(hosts)):
@@ -186,7 +188,7 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
         )
     for plan, numbers in zip(plans, devices, strict=True):
         plan["devices"] = numbers
-    return Plan(port, plans, reasons(plans, port))
+    return StartPlan(port, plans, reasons(plans, port))
 
 
 def reasons(plans: Sequence[Mapping[str, Any]], port: int) -> list[str]:

@@ -35,7 +35,7 @@ class Inquiry:
     def during(self, messages: Iterable[Message | None]) -> Iterator[Message | None]:
         """`messages`, less those of an inquiry, and `lost` for a host that it finds mute."""
         for message in messages:
-            if message and message["say"] == "suspect":
+            if message and message["kind"] == "suspect":
                 self._hear(message)
             else:
                 self._has_failed = self._has_failed or has_failed(message)
@@ -71,6 +71,6 @@ class Inquiry:
 
 def has_failed(message: Message | None) -> bool:
     """Whether a message tells of a rank or a host that ended, and not because it was asked to."""
-    if message is None or message["say"] != "end":
-        return message is not None and message["say"] in ("lost", "problem")
+    if message is None or message["kind"] != "end":
+        return message is not None and message["kind"] in ("lost", "problem")
     return message["end"]["status"] != 0 and not message["end"]["was_stopped"]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY, FINISHED, INTERRUPTED, REQUEUE, REWOUND
+from record.attempts import RankEnd
 
 # All ranks agree on these; whoever has another status failed by itself.
 AGREED = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound", INTERRUPTED: "stopped"}
@@ -31,34 +31,7 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class End:
-    """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
-
-    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end;
-    `is_oom` = the kernel killed it out of memory. `last` = the end of its error output.
-    `phase`, `step` = its last sign of life. `hung` = why the watch killed it, after `silent_s`, and
-    `stack` its innermost frames; `only_waits` = it may have waited for another host.
-    """
-
-    rank: int
-    status: int
-    after_s: float
-    host: str = ""
-    was_stopped: bool = False
-    is_lost: bool = False
-    is_oom: bool = False
-    last: tuple[str, ...] = ()
-    log: str | None = None
-    phase: str | None = None
-    step: int | None = None
-    hung: str | None = None
-    silent_s: float = 0.0
-    stack: tuple[str, ...] = ()
-    only_waits: bool = False
-
-
-def first_failure(ends: Sequence[End]) -> End | None:
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank to blame; None where none failed by itself."""
     failed = sorted(
         (end for end in ends if end.status not in AGREED and not end.was_stopped),
@@ -75,7 +48,7 @@ def first_failure(ends: Sequence[End]) -> End | None:
     return (hung or killed or refused or failed)[0]
 
 
-def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
+def exit_status(ends: Sequence[RankEnd], stopped_by: int | None = None) -> int:
     """One status for the caller. `stopped_by` is the signal that asked for the end."""
     statuses = {end.status for end in ends}
     for status in AGREED:
@@ -95,7 +68,7 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     return first.status if first.status > 0 else 128 - first.status
 
 
-def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
+def is_requeue(ends: Sequence[RankEnd], stopped_by: int | None) -> bool:
     """Whether the ranks ended because their place is taken away: nothing failed, nothing is lost.
 
     So it is where the first that ended says so, and what the others say is then a consequence; and
@@ -113,7 +86,7 @@ def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
     )
 
 
-def is_led(ends: Sequence[End], status: int) -> bool:
+def is_led(ends: Sequence[RankEnd], status: int) -> bool:
     """Whether the first rank that ended left with `status`, because the run was taken back or on
     Ctrl-C of its own: what ranks that lost it say is then a consequence."""
     first = min(ends, key=lambda end: (end.after_s, end.status != status), default=None)
@@ -121,7 +94,7 @@ def is_led(ends: Sequence[End], status: int) -> bool:
     return first is not None and first.status == status and not bad
 
 
-def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
+def cause_of(ends: Sequence[RankEnd], stopped_by: int | None = None) -> str:
     """One word for how an attempt ended, as its line in events.jsonl has it."""
     status = exit_status(ends, stopped_by)
     if status in AGREED:
@@ -143,7 +116,7 @@ def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
     return "killed" if first.status < 0 else "failed"
 
 
-def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
+def explain(ends: Sequence[RankEnd], num_ranks: int) -> list[str]:
     """The first failure for a person: who, how, where its log is, and its own last words."""
     first = first_failure(ends)
     if first is None:

@@ -27,9 +27,9 @@ from pathlib import Path
 
 from base.redaction import redact, secret_values
 from launch.ranks import oom
-from launch.ranks.outcome import End
 from launch.ranks.watchdog import LOOK_S, Hung, Watchdog, state_of
 from recipes.schema import Watch
+from record.attempts import RankEnd
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
@@ -128,7 +128,7 @@ class RunLogs:
         return found.st_ino, found.st_mtime_ns
 
 
-def patience_s(first: End) -> float:
+def patience_s(first: RankEnd) -> float:
     """How long the other ranks may go on after the first that failed."""
     is_clear = first.is_lost or first.hung or first.status == -signal.SIGKILL
     return KNOWN_S if is_clear else OTHERS_S
@@ -149,7 +149,7 @@ class Ranks:
         environments: Sequence[Mapping[str, str]],
         folder: Path,
         show: Show,
-        ended: Callable[[End], None] = lambda end: None,
+        ended: Callable[[RankEnd], None] = lambda end: None,
         logs: RunLogs | None = None,
         keeps_terminal: bool = False,
         limits: Watch | None = None,
@@ -170,7 +170,7 @@ class Ranks:
         self._verdict: Hung | None = None
         # The signal for the stacks may wake a rank that then ends well: it hung all the same.
         self._blaming = threading.Lock()
-        self._ends: list[End] = []
+        self._ends: list[RankEnd] = []
         self._stopping: set[int] = set()
         self._abandoned: set[int] = set()
         self._threads: list[threading.Thread] = []
@@ -239,7 +239,7 @@ class Ranks:
         """This is the rank that hangs, on whichever host."""
         self._verdict = hung
 
-    def wait(self) -> list[End]:
+    def wait(self) -> list[RankEnd]:
         """Until no rank lives: the ends of all, in the order in which they came."""
         kill_at, signalled, flush_at, look_at, killed_at = None, None, 0.0, 0.0, None
         try:
@@ -385,13 +385,15 @@ class Ranks:
             self._ends.append(end)
             self._events.notify()
 
-    def _end_of(self, local: int, status: int, last: tuple[str, ...], is_lost: bool = False) -> End:
+    def _end_of(
+        self, local: int, status: int, last: tuple[str, ...], is_lost: bool = False
+    ) -> RankEnd:
         """How a rank ended, with what is known of its last moments."""
         rank = self._numbers[local]
         beat = self._watch.last(rank) if self._watch else None
         with self._blaming:
             is_hung = self._hung is not None and self._hung.rank == rank
-        return End(
+        return RankEnd(
             rank=rank,
             status=-signal.SIGKILL if is_hung else status,
             after_s=time.monotonic() - self._started,

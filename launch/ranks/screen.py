@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from launch.ranks.outcome import End, exit_status, explain, first_failure
+from launch.ranks.outcome import RankEnd, exit_status, explain, first_failure
 
 # What begins the end of a rank; its later error output waits.
 LAST_WORDS = re.compile(
@@ -33,7 +33,7 @@ class Screen:
         elif rank == 0:
             _write(sys.stdout if kind == "out" else sys.stderr, text)
 
-    def finish(self, ends: Sequence[End], stopped_by: int | None = None) -> int:
+    def finish(self, ends: Sequence[RankEnd], stopped_by: int | None = None) -> int:
         """Say how it went, and return the exit status for the caller."""
         status = exit_status(ends, stopped_by)
         if stopped_by is not None:

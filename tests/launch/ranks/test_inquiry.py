@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 from ranks import ROOT
 
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
-from launch.hosts.preflight import Plan
+from launch.hosts.preflight import StartPlan
 from launch.ranks import inquiry
 from launch.ranks.outcome import cause_of, exit_status, explain, first_failure
 from launch.ranks.screen import Screen
@@ -29,12 +29,12 @@ def live(folder, how: str):
     """The ends of two ranks on two hosts, of which rank 1 hangs."""
     folder.mkdir()
     plans = [{"name": h.name, "address": "127.0.0.1", "interface": None} for h in HOSTS]
-    plan = Plan(29_123, [host | {"devices": None} for host in plans], [])
+    plan = StartPlan(29_123, [host | {"devices": None} for host in plans], [])
     words = ["tests/workers/hang_worker.py", "load", how, "step"]
     marked = {"MARK": str(folder / "recipe.yaml")}
     order = order_of(plan, words, 1, marked, str(folder), lost_s=600, limits=LIMITS)
     with signals() as asked:
-        return live_across(Cluster(HOSTS, ROOT), order, Screen(2), asked).ends
+        return live_across(AgentCluster(HOSTS, ROOT), order, Screen(2), asked).ends
 
 
 def test_the_rank_that_stands_still_is_named_though_only_the_others_limit_has_passed(tmp_path):
@@ -80,9 +80,9 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
     waits = Hung(0, Beat("step", 7, 1.0, 1), 9.0, 5.0, only_waits=True, order=(True, True, True))
     spins = Hung(1, Beat("step", 7, 1.0, 1), 3.0, 60.0, order=(True, True, False))
     said = [json.loads(json.dumps(asdict(hung))) for hung in (waits, spins)]
-    silence = {"node": 0, "say": "suspect", "hung": None}
-    answers = [{"node": node, "say": "suspect", "hung": hung} for node, hung in enumerate(said)]
-    line = {"node": 1, "say": "line"}
+    silence = {"node": 0, "kind": "suspect", "hung": None}
+    answers = [{"node": node, "kind": "suspect", "hung": hung} for node, hung in enumerate(said)]
+    line = {"node": 1, "kind": "line"}
 
     work = Words({0: 0.0, 1: 0.0})
     assert list(inquiry.Inquiry(work).during([silence, line])) == [line]
@@ -95,8 +95,8 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
 
     # What failed meanwhile is what the others wait for.
     for failed in (
-        {"node": 1, "say": "lost"},
-        {"node": 1, "say": "end", "end": {"status": 1, "was_stopped": False}},
+        {"node": 1, "kind": "lost"},
+        {"node": 1, "kind": "end", "end": {"status": 1, "was_stopped": False}},
     ):
         work = Words({0: 0.0})
         list(inquiry.Inquiry(work).during([silence, failed, answers[0], None]))
