@@ -34,7 +34,9 @@ from base.cores import allow_open_files, usable
 from base.errors import UserError
 from base.paths import ROOT
 from launch.hosts import facts, network
-from launch.ranks.ranks import Ranks, RunLogs, rank_variables
+from launch.ranks.rank_process import rank_variables
+from launch.ranks.ranks import RankListener, start_ranks
+from launch.ranks.run_logs import RunLogs
 from launch.ranks.watchdog import Hung
 from recipes.schema import Watch
 from record.attempts import RankEnd
@@ -166,7 +168,7 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     folder = order["run_folder"]
     if not os.access(ROOT / order["arguments"][0], os.R_OK) and order["arguments"][0] != "-m":
         raise UserError(f"{ROOT / order['arguments'][0]} cannot be read on {here['name']}")
-    ranks = Ranks(
+    ranks = start_ranks(
         [sys.executable, *order["arguments"]],
         environments(
             os.environ | order["environment"],
@@ -179,11 +181,9 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
             devices=here["devices"],
         ),
         ROOT,
-        show,
-        ended,
+        RankListener(show, ended, suspect if lifeline.has_pulse else None),
         RunLogs(ROOT / folder if folder else None),
-        limits=Watch(**order["limits"]) if order.get("limits") else None,
-        suspect=suspect if lifeline.has_pulse else None,
+        Watch(**order["limits"]) if order.get("limits") else None,
     )
     lifeline.on = {
         "stop": ranks.stop,

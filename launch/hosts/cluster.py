@@ -24,7 +24,8 @@ from typing import Any
 from base.errors import UserError
 from launch.hosts.carriers import Carrier, carriers
 from launch.hosts.hostfile import Host
-from launch.ranks.ranks import GRACE_S, die_with_parent
+from launch.ranks.rank_process import die_with_parent
+from launch.ranks.ranks import GRACE_S
 
 PULSE_S = 2.0
 # After the last word of an agent its connection should close; then it is cut.

@@ -25,8 +25,10 @@ from launch.hosts.cluster import AgentCluster
 from launch.hosts.preflight import StartPlan
 from launch.ranks.inquiry import Inquiry
 from launch.ranks.outcome import first_failure
-from launch.ranks.ranks import AGAIN_S, Ranks, RunLogs, patience_s
+from launch.ranks.ranks import RankListener, start_ranks
+from launch.ranks.run_logs import RunLogs
 from launch.ranks.screen import Screen
+from launch.ranks.shutdown import AGAIN_S, patience_s
 from recipes.schema import Watch
 from record.attempts import Attempt, RankEnd
 
@@ -62,7 +64,9 @@ def live_here(
     began, began_unix_s = time.monotonic(), time.time()
     command = [sys.executable, *arguments]
     logs = RunLogs(run_folder)
-    group = Ranks(command, environments, root, show, logs=logs, keeps_terminal=True, limits=limits)
+    group = start_ranks(
+        command, environments, root, RankListener(show), logs, limits, keeps_terminal=True
+    )
     stop_signals.then(group.stop, group.kill, group.suspend)
     try:
         ends = group.wait()

@@ -375,9 +375,9 @@ import os, sys
 from pathlib import Path
 group = Path(sys.argv[1])
 (group / "cgroup.procs").write_text(str(os.getpid()))
-from launch.ranks.ranks import Ranks
+from launch.ranks.ranks import start_ranks
 command = [sys.executable, "-c", "x = bytearray(200 << 20)"]
-[end] = Ranks(command, [os.environ | {"RANK": "0"}], Path.cwd(), lambda *_: None).wait()
+[end] = start_ranks(command, [os.environ | {"RANK": "0"}], Path.cwd()).wait()
 sys.exit(0 if (end.status, end.is_oom) == (-9, True) else f"{end}")
 """
 

@@ -15,7 +15,7 @@ from launch.hosts.preflight import StartPlan
 from launch.ranks import inquiry
 from launch.ranks.outcome import cause_of, exit_status, explain, first_failure
 from launch.ranks.screen import Screen
-from launch.ranks.start import live_across, order_of, signals
+from launch.ranks.start import catch_signals, live_across, order_of
 from launch.ranks.watchdog import Beat, Hung, waits
 from recipes.schema import Watch
 
@@ -33,8 +33,8 @@ def live(folder, how: str):
     words = ["tests/workers/hang_worker.py", "load", how, "step"]
     marked = {"MARK": str(folder / "recipe.yaml")}
     order = order_of(plan, words, 1, marked, str(folder), lost_s=600, limits=LIMITS)
-    with signals() as asked:
-        return live_across(AgentCluster(HOSTS, ROOT), order, Screen(2), asked).ends
+    with catch_signals() as stop_signals:
+        return live_across(AgentCluster(HOSTS, ROOT), order, Screen(2), stop_signals).ends
 
 
 def test_the_rank_that_stands_still_is_named_though_only_the_others_limit_has_passed(tmp_path):
@@ -112,5 +112,5 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
 
 def test_a_wait_in_c_is_known_by_the_frame_around_it():
     assert waits(
-        'Thread 0x1 (most recent call first):\n  File "/x/runtime/own_time.py", line 9 in heard'
+        'Thread 0x1 (most recent call first):\n  File "/x/runtime/monitor/own_time.py", line 9 in heard'
     )

@@ -8,7 +8,8 @@ import signal
 import sys
 
 from launch.ranks.outcome import cause_of, exit_status, explain, first_failure, last_words
-from launch.ranks.ranks import Ranks, RunLogs
+from launch.ranks.ranks import start_ranks
+from launch.ranks.run_logs import RunLogs
 from launch.ranks.start import end_of
 from recipes.schema import Watch
 from record.attempts import RankEnd
@@ -99,9 +100,7 @@ def test_a_rank_that_said_nothing_and_was_killed_has_a_log_to_be_named(tmp_path)
     silent = "import os; open('recipe.yaml', 'w').close(); os.kill(os.getpid(), 9)"
     logs = RunLogs(tmp_path)
     logs.write("rank-00000.log", b"before the folder came\n")
-    ranks = Ranks(
-        [sys.executable, "-c", silent], [{"RANK": "0"}], tmp_path, lambda *_: None, logs=logs
-    )
+    ranks = start_ranks([sys.executable, "-c", silent], [{"RANK": "0"}], tmp_path, logs=logs)
     [end] = ranks.wait()
     assert end.status == -9
     assert end.log == str(tmp_path / "logs" / "rank-00000.log")
@@ -109,7 +108,7 @@ def test_a_rank_that_said_nothing_and_was_killed_has_a_log_to_be_named(tmp_path)
 
 def test_the_end_of_a_rank_that_never_said_a_word_is_heard(tmp_path):
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    ranks = Ranks(command, [{"RANK": "0"}], tmp_path, lambda *_: None, logs=RunLogs(tmp_path))
+    ranks = start_ranks(command, [{"RANK": "0"}], tmp_path, logs=RunLogs(tmp_path))
     [end] = ranks.wait()
     assert (end.status, end.log) == (-9, None)
 
