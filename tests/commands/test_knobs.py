@@ -25,7 +25,10 @@ from recipes.schema import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
+CODE = (
+    "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",
+    "pretrain.py",
+)  # fmt: skip
 CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
 
 

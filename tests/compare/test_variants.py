@@ -7,7 +7,7 @@ import json
 import pytest
 
 from base.errors import UserError
-from commands import compare
+from commands import compare as command
 from compare import folder
 from compare.variants import Plan, plan
 from data.stream.schedule import schedule_of
@@ -117,7 +117,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(words, options, said
 
 def test_counts_given_wrong_are_refused_together(capsys):
     arguments = ["--sweep", "zero=1,2", "--steps", "2", "--repeats", "x", "--nproc", "0"]
-    assert compare.main(arguments) == 93
+    assert command.main(arguments) == 93
     said = capsys.readouterr().err
     assert "STEPS='2' is not a number from 3" in said
     assert "REPEATS='x'" in said

@@ -14,7 +14,7 @@ from text_inputs import GOOD, build, json_lines, write_files
 KILLED = """
 import os, pathlib, sys
 import pandas  # pyarrow looks for it; here once, not again in every child
-sys.path[:0] = ["tests"]
+sys.path[:0] = ["tests/workers"]
 from digests import digest
 from text_inputs import build
 from data.text import unit
@@ -78,7 +78,7 @@ def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
 
 SLOW = """
 import sys
-sys.path[:0] = ["tests"]
+sys.path[:0] = ["tests/workers"]
 from data.text import ingest, inputs
 inputs.UNIT_BYTES = 20000
 from commands import corpus

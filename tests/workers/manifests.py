@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from saves import save_on_all
-
 from checkpoint.format import manifest as manifests
 
 WORLD = 2
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run with checkpoints of steps 90, 100 and 1000."""
-    for step in (90, 100, 1000):
-        assert save_on_all(tmp_path, step, world=WORLD)[0].ok
-    return tmp_path
 
 
 def folder(run, step):

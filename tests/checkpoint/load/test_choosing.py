@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import WORLD, folder, rewritten
 from pieces import Payload, blank, cut_flat, full_tensors
-from saves import load_on_all, steps
+from saves import load_on_all, save_on_all, steps
 from saves import tensors as tensors_at
 from threads import run_threads
 
@@ -27,6 +27,14 @@ from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from commands import checkpoints as lister
 from commands import verify as verifier
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of steps 90, 100 and 1000."""
+    for step in (90, 100, 1000):
+        assert save_on_all(tmp_path, step, world=WORLD)[0].ok
+    return tmp_path
 
 
 def test_steps_are_compared_as_numbers_and_strays_are_never_chosen(run):

@@ -67,7 +67,8 @@ def test_bytes_do_not_depend_on_batching_or_threads(tmp_path, monkeypatch):
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     assert len(open_corpus(tmp_path / "a").splits["train"].shards) > 3
     code = (
-        "import sys; sys.path[:0] = ['tests']; import pathlib, test_writer as t\n"
+        "import sys; sys.path[:0] = ['tests/data/corpus', 'tests/workers']\n"
+        "import pathlib, test_corpus_writer as t\n"
         f"texts = [f'document {{i}} ' * (i % 13 + 1) for i in range(60)]\n"
         f"t.write(pathlib.Path({str(tmp_path / 'c')!r}), texts, shard_bytes=512)"
     )

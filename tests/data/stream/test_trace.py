@@ -125,7 +125,8 @@ def test_origins_come_from_the_side_file_and_are_missing_without_one(root, tmp_p
 @pytest.fixture
 def recorded(root, tmp_path, monkeypatch):
     """A run folder as training leaves it, without the training."""
-    monkeypatch.setattr(audit, "ROOT", tmp_path)
+    for module in (audit, audit_diff):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "corpora").symlink_to(root)
     words = ["steps=30", "seq_len=16", "batch_tokens=256", "model.vocab_size=1000", "warmup=1"]
     words += ["~data.sources.prose.build", "data.sources.prose.corpus=corpora/prose"]

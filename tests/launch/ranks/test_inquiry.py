@@ -112,5 +112,6 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
 
 def test_a_wait_in_c_is_known_by_the_frame_around_it():
     assert waits(
-        'Thread 0x1 (most recent call first):\n  File "/x/runtime/monitor/own_time.py", line 9 in heard'
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/x/runtime/monitor/own_time.py", line 9 in heard'
     )
