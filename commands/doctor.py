@@ -1,12 +1,10 @@
-"""`make doctor`: is this machine, or every host of HOSTFILE, fit for a run, and which one is not?
+"""`make doctor`: checks whether this machine, or every host of HOSTFILE, is fit for a run.
 
-    facts -> judge -> the way to the first host -> operators built once -> collective test -> links
+    facts -> judge -> routes to the first host -> operators built once -> collective test -> links
 
-The one rule: every problem names its host and its key. The quick part of this runs before each
-start on several hosts by itself; here disks are timed, stale locks of builds are removed, and the
-links are measured by a process that runs as a rank does (runtime.process.link_test). Exit status 0
-= fit,
-93 = not.
+Rule: every problem names its host and its key. Each start on several hosts runs the quick part of
+this by itself. Here disks are timed, stale locks of builds are removed, and the links are measured
+by a process that runs as a rank does (runtime.process.link_test). Exit status: 0 = fit, 93 = not.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m commands.doctor`; returns the exit status."""
+    """Run `python -m commands.doctor`; returns the exit status."""
     parser = Parser(prog="python -m commands.doctor", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on each host")
     add_place(parser)
@@ -58,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
-    """Everything that is wrong with the hosts; prints what was found on the way."""
+    """All problems of the hosts; prints the findings on the way."""
     known = ranks is not None or cluster.hosts[0].slots != MOST_SLOTS
     per_host = ranks_per_host(cluster.hosts, ranks) if known else 1
     inspection = Inspection(
@@ -77,7 +75,7 @@ def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str
 
 
 def build_operators(cluster: AgentCluster, plan: StartPlan, environment: dict[str, str]) -> None:
-    """Build what DeepSpeed would build in front of waiting ranks; only offload needs it."""
+    """Build the operators that DeepSpeed would build while ranks wait; only offload needs them."""
     if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
         log("warning: zero=zero3_offload will not start; all else does not need the operators")
 
@@ -85,7 +83,7 @@ def build_operators(cluster: AgentCluster, plan: StartPlan, environment: dict[st
 def collective(
     cluster: AgentCluster, plan: StartPlan, per_host: int, environment: dict[str, str], device: str
 ) -> list[str]:
-    """Run the collective test, and say what is wrong with sums and links."""
+    """Run the collective test; the problems of sums and links."""
     names = [host.name for host in cluster.hosts]
     out = ROOT / RESULT
     out.parent.mkdir(exist_ok=True)
@@ -124,7 +122,7 @@ def describe(host: str, f: dict) -> str:
 
 
 def log(line: str) -> None:
-    """A line of the report."""
+    """Print a line of the report."""
     print(line, flush=True)
 
 

@@ -1,9 +1,8 @@
-"""Before step 0 of a run on several hosts: facts, judgement, and the way from each host to the
-first.
+"""Examines the hosts before the first step: their facts, and the route from each to the first one.
 
     facts of every host -> judge -> the others call the first on the port of the run -> StartPlan
 
-The one rule: what is found here is refused by the name of the host and the key, before any rank
+Rule: a problem that is found here is refused by the name of the host and the key, before any rank
 starts. Nothing is left on any host. Units: seconds.
 """
 
@@ -29,8 +28,11 @@ REACH_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Where the ranks meet: for each host the first one's address as it sees it, and its own
-    interface; `reasons` say why, for a person."""
+    """The rendezvous of the ranks: the port, and for each host address and interface.
+
+    `address` is the first host's as this host reaches it, `interface` is this host's own; `reasons`
+    explain the choice to a person.
+    """
 
     port: int
     hosts: list[dict[str, Any]]
@@ -39,7 +41,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is asked of the hosts, besides being alike."""
+    """The questions to the hosts, besides being alike."""
 
     need: Need
     environment: Mapping[str, str]
@@ -72,7 +74,7 @@ def preflight(
     if found.problems:
         raise UserError(*found.problems)
     first = facts[cluster.hosts[0].name]
-    plan = meet(cluster, first["port"]["number"], first["addresses"])
+    plan = find_routes(cluster, first["port"]["number"], first["addresses"])
     for reason in plan.reasons:
         log(reason)
     return plan, facts
@@ -81,7 +83,7 @@ def preflight(
 def gather(
     cluster: AgentCluster, inspection: Inspection
 ) -> tuple[dict[str, dict], dict[str, float]]:
-    """Facts and clock differences to this machine (s, positive = ahead), by host."""
+    """Facts, and clock differences to this machine (s, positive = ahead), by host."""
     with shared_mark(cluster) as shared:
         ask = {
             "shared": shared,
@@ -90,16 +92,16 @@ def gather(
             "is_full": inspection.is_full,
         }
         order = {"do": "facts", "ask": ask, "environment": dict(inspection.environment)}
-        said = cluster.ask(order, FACTS_TIMEOUT_S)
+        answers = cluster.ask(order, FACTS_TIMEOUT_S)
         facts, skews_s = {}, {}
         for node, host in enumerate(cluster.hosts):
-            for message in said[node]:
+            for message in answers[node]:
                 if message["kind"] == "facts":
                     facts[host.name] = message["facts"]
             # The least delayed of the readings: delays make a clock look late.
             skews_s[host.name] = max(
                 message["time"] - message["at"]
-                for message in said[node]
+                for message in answers[node]
                 if message["kind"] == "clock"
             )
             if shared and not facts[host.name]["shared"]:
@@ -109,7 +111,10 @@ def gather(
 
 @contextlib.contextmanager
 def shared_mark(cluster: AgentCluster) -> Iterator[dict[str, str] | None]:
-    """A folder with a token that every host must see; gone afterwards. None for this machine."""
+    """A folder with a token that every host must see; removed afterwards.
+
+    None where all hosts are this machine.
+    """
     if all(is_here(host.name) for host in cluster.hosts):
         yield None
         return
@@ -132,15 +137,18 @@ def shared_mark(cluster: AgentCluster) -> Iterator[dict[str, str] | None]:
 
 
 def unseen(folder: Path, node: int) -> str | None:
-    """Why a file that a host wrote is not here; None where it is."""
+    """The reason why a file that a host wrote is not seen here; None where it is."""
     names_here = [path.name for path in folder.iterdir()]  # reads the folder anew, unlike stat
     if f"node-{node}" in names_here:
         return None
     return f"what it writes to {folder.parent} does not arrive on the launching host"
 
 
-def meet(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> StartPlan:
-    """Find out over which address each host reaches the first, on the very port of the run."""
+def find_routes(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> StartPlan:
+    """Find the address over which each host reaches the first, on the very port of the run.
+
+    Raises UserError that names the hosts that are cut off.
+    """
     hosts = cluster.hosts
     devices = [list(host.devices) if host.devices else None for host in hosts]
     if len(hosts) == 1:
@@ -157,14 +165,14 @@ def meet(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> Star
         "addresses": candidates,
         "timeout_s": REACH_TIMEOUT_S,
     }
-    said = cluster.ask(order, 2 * REACH_TIMEOUT_S)
-    ways = {
-        node: message["way"]
+    answers = cluster.ask(order, 2 * REACH_TIMEOUT_S)
+    routes = {
+        node: message["route"]
         for node in range(1, len(hosts))
-        for message in said[node]
-        if message["kind"] == "way"
+        for message in answers[node]
+        if message["kind"] == "route"
     }
-    cut_off = [hosts[node].name for node, way in ways.items() if way is None]
+    cut_off = [hosts[node].name for node, route in routes.items() if route is None]
     if cut_off:
         # Where no other host reaches the first, the fault is more likely its own.
         who = [hosts[0].name] if len(cut_off) == len(hosts) - 1 > 1 else cut_off
@@ -178,13 +186,13 @@ def meet(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> Star
                 for name in who
             )
         )
-    came = next(message["ways"] for message in said[0] if message["kind"] == "came")
-    first = next(iter(came.values()))
+    callers = next(m["routes"] for m in answers[0] if m["kind"] == "callers")
+    first = next(iter(callers.values()))
     plans = [{"name": hosts[0].name, "address": first["own"], "interface": first["interface"]}]
     for node in range(1, len(hosts)):
-        way = ways[node]
+        route = routes[node]
         plans.append(
-            {"name": hosts[node].name, "address": way["other"], "interface": way["interface"]}
+            {"name": hosts[node].name, "address": route["other"], "interface": route["interface"]}
         )
     for plan, numbers in zip(plans, devices, strict=True):
         plan["devices"] = numbers
@@ -205,7 +213,7 @@ def reasons(plans: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def wanted_port(environ: Mapping[str, str]) -> int | None:
-    """MASTER_PORT of the caller; None = one that is free. Raises UserError."""
+    """MASTER_PORT of the caller; None = a free one is chosen. Raises UserError."""
     text = environ.get("MASTER_PORT", "")
     if not text:
         return None

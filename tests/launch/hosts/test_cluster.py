@@ -87,11 +87,14 @@ from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import StartPlan
 from launch.ranks import start
+from launch.ranks.screen import Screen
 told = json.loads(sys.argv[1])
 arguments = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["arguments"]]
 if told["ssh"] is None:
-    root = Path.cwd()
-    sys.exit(start.here(arguments, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
+    root, runs, screen = Path.cwd(), Path(told["runs"]) if told["runs"] else None, Screen(2)
+    with start.catch_signals() as signals:
+        attempt = start.live_here(arguments, 2, root, runs, 29123, screen, signals)
+    sys.exit(screen.finish(attempt.ends, signals.first))
 hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
@@ -219,7 +222,7 @@ def test_rendered_commands_name_no_interface(cluster):
 
 def test_a_secret_never_goes_through_pdsh(cluster):
     for name, value in (("WANDB_API_KEY", "x"), ("HF_ENDPOINT", "https://me:hunter2@mirror/x")):
-        with pytest.raises(UserError, match=f"{name} would show"):
+        with pytest.raises(UserError, match=f"{name} would be visible"):
             carriers("pdsh", cluster.hosts, ROOT, {"environment": {name: value}})
 
 

@@ -62,14 +62,14 @@ def test_a_host_that_does_not_answer_while_all_others_wait_is_lost(tmp_path, mon
     assert [end.was_stopped for end in ends if end.rank == 0] == [True]
 
 
-class Words:
-    """A `Work` of two hosts that only remembers what it told."""
+class FakeTask:
+    """An `AgentTask` of two hosts that only remembers what it told."""
 
     def __init__(self, unheard_s: dict[int, float]):
-        self.told, self.silent = [], unheard_s
+        self.sent, self.silent = [], unheard_s
 
-    def tell(self, message):
-        self.told.append(message)
+    def send(self, message):
+        self.sent.append(message)
 
     def unheard_s(self):
         return self.silent
@@ -84,30 +84,30 @@ def test_nobody_is_blamed_before_everybody_has_been_heard(monkeypatch):
     answers = [{"node": node, "kind": "suspect", "hung": hung} for node, hung in enumerate(said)]
     line = {"node": 1, "kind": "line"}
 
-    work = Words({0: 0.0, 1: 0.0})
+    work = FakeTask({0: 0.0, 1: 0.0})
     assert list(inquiry.Inquiry(work).during([silence, line])) == [line]
-    assert work.told == [{"look": True}]
+    assert work.sent == [{"look": True}]
 
     monkeypatch.setattr(inquiry, "ANSWER_S", 60.0)
-    work = Words({0: 0.0, 1: 0.0})
+    work = FakeTask({0: 0.0, 1: 0.0})
     list(inquiry.Inquiry(work).during([silence, answers[0], None, answers[1], None]))
-    assert [Hung.of(word["hung"]) for word in work.told[1:]] == [spins]
+    assert [Hung.of(word["hung"]) for word in work.sent[1:]] == [spins]
 
     # What failed meanwhile is what the others wait for.
     for failed in (
         {"node": 1, "kind": "lost"},
         {"node": 1, "kind": "end", "end": {"status": 1, "was_stopped": False}},
     ):
-        work = Words({0: 0.0})
+        work = FakeTask({0: 0.0})
         list(inquiry.Inquiry(work).during([silence, failed, answers[0], None]))
-        assert work.told == [{"look": True}]
+        assert work.sent == [{"look": True}]
 
     # A host that has ended is waited for no more, nor one that is there but slow, beyond the time.
     for unheard_s, answer_s in (({0: 0.0}, 60.0), ({0: 0.0, 1: -1.0}, 0.0)):
         monkeypatch.setattr(inquiry, "ANSWER_S", answer_s)
-        work = Words(unheard_s)
+        work = FakeTask(unheard_s)
         list(inquiry.Inquiry(work).during([silence, answers[0], None]))
-        assert [Hung.of(word["hung"]) for word in work.told[1:]] == [waits]
+        assert [Hung.of(word["hung"]) for word in work.sent[1:]] == [waits]
 
 
 def test_a_wait_in_c_is_known_by_the_frame_around_it():

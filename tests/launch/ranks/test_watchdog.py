@@ -17,7 +17,7 @@ from ranks import ROOT, environment
 from launch.ranks.outcome import cause_of, exit_status, explain
 from launch.ranks.ranks import start_ranks
 from launch.ranks.run_logs import RunLogs
-from launch.ranks.watchdog import Beat, Heard, Watchdog, frames_of, read_beat, waits
+from launch.ranks.watchdog import Beat, BeatHistory, Watchdog, frames_of, read_beat, waits
 from recipes.schema import Watch
 from record.heartbeat import Heart
 
@@ -215,7 +215,7 @@ def test_who_waits_in_a_collective_is_known_by_the_main_threads_stack():
 
 
 def test_several_beats_between_two_looks_count_as_their_steps():
-    heard = Heard()
+    heard = BeatHistory()
     heard.hear(Beat("step", 500, 10.0, 2))
     assert heard.steps == 1  # of this attempt, which went on from step 499
     heard.hear(Beat("step", 510, 30.0, 2))
