@@ -33,14 +33,15 @@ from base.errors import Shared, UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.values import counted
-from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
 from checkpoint.load.restoring import Loaded, load
+from checkpoint.save.interval import is_due
 from checkpoint.save.lease import Lease
 from data.stream.collect import LEDGER_EVERY, Collector
 from data.stream.ledger import Ledger
@@ -62,7 +63,7 @@ from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
 from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
 from runtime.health.recovery import Rewound, recover
-from runtime.log.rank0_record import Finished, Record
+from runtime.log.rank0_record import Finished, RunRecord
 from runtime.monitor.hardware import Hardware
 from runtime.monitor.profiling import profiler_of
 from runtime.process import process
@@ -105,12 +106,12 @@ class Run:
     folder: Path
     process: process.Process
     engine: Engine
-    ranks: Ranks  # for checkpoints, beside training's own group
+    ranks: RankComm  # for checkpoints, beside training's own group
     lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
-    changes: list[Change]
+    changes: list[RecipeChange]
     warnings: list[str]
     counter: Counter | None  # of communication, where the recipe asks for it
 
@@ -146,7 +147,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
-    ranks = Ranks()
+    ranks = RankComm()
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         say_finished(recipe, stands.step, resolved.total_steps)
@@ -241,7 +242,7 @@ def train(run: Run) -> int:
     try:
         if run.process.is_first:
             record = open_record(run)
-            run.saver.tell, run.saver.sync_record = record.tell, record.sync
+            run.saver.tell, run.saver.sync_record = record.report, record.sync
         with run.saver:  # what is in flight ends first
             return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
@@ -253,7 +254,7 @@ def train(run: Run) -> int:
             run.lease.release()
 
 
-def loop(run: Run, record: Record | None) -> int:
+def loop(run: Run, record: RunRecord | None) -> int:
     """One turn per step; returns the exit status."""
     recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
     layout, last_step = resolved.layout, resolved.last_step
@@ -298,7 +299,7 @@ def loop(run: Run, record: Record | None) -> int:
                 result = untrained(data.num_tokens, me.device)
             sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
-            if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
+            if run.held_out and is_due(step, recipe.eval_every, last_step):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
@@ -353,7 +354,7 @@ def loop(run: Run, record: Record | None) -> int:
 
 
 def leave_sick(
-    run: Run, data: StepData, health_monitor: HealthMonitor, record: Record | None
+    run: Run, data: StepData, health_monitor: HealthMonitor, record: RunRecord | None
 ) -> NoReturn:
     """End this attempt after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
@@ -375,11 +376,6 @@ def health_monitor_of(run: Run) -> HealthMonitor:
     )
 
 
-def is_due(step: int, every: int) -> bool:
-    """Whether something done every `every` steps is done after `step`; 0 = never."""
-    return every > 0 and step % every == 0
-
-
 def evaluation_batches(
     recipe: Recipe, layout: Layout, stream: Stream, data_rank: int
 ) -> list[Batch]:
@@ -398,10 +394,10 @@ def description(recipe: Recipe, resolved: Resolved) -> dict[str, str | dict]:
     }
 
 
-def open_record(run: Run) -> Record:
+def open_record(run: Run) -> RunRecord:
     """Rank 0's record of this attempt, after telling what is about to happen."""
     make_way(run.folder / LEDGER)
-    record = Record(
+    record = RunRecord(
         run.folder,
         run.recipe,
         run.resolved,

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
+from base.run_variables import FAMILY, LAUNCH
 from launch.budget import Budget
 from launch.ranks.outcome import cause_of, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import StopSignals
-from record.attempts import LAUNCH, Attempt, RankEnd
+from record.attempts import Attempt, RankEnd
 from record.supervisor_log import SupervisorLog
 
-FAMILY = "PRETRAIN_FAMILY"  # a rank's variable: its supervisor; another one takes the run over
 LOOK_S = 0.5
 
 # Sends people a message of a kind, and returns at once.

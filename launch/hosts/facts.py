@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from base.paths import CACHE, ROOT
-from base.units import GIB
+from base.units import GIB, MIB
 from launch.hosts import network
 from launch.hosts.variables import watched
 
@@ -128,7 +128,7 @@ def free_gib(path: Path) -> float | None:
 
 def write_speed(path: Path) -> float | None:
     """MiB/s of one file that is written and synced; None where it cannot be written."""
-    block = os.urandom(2**20)
+    block = os.urandom(MIB)
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             began = time.perf_counter()

@@ -9,20 +9,17 @@ under either.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from base.parent_death import signal_at_parent_death
 from base.redaction import redact
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 KEPT_LINES = 200
 LONGEST_LINE = 65_536
 LAST_OUTPUT_S = 2.0  # for the rest of the output; a grandchild may hold the pipe open
@@ -118,5 +115,4 @@ class RankProcess:
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the one that started it dies. Between fork and exec."""
-    if sys.platform.startswith("linux"):
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death(signal.SIGKILL)
