@@ -249,3 +249,17 @@ def test_one_file_writes_the_lines_of_a_run():
             if re.search(r"json\.dumps\(.*\+ '\\n'", text) and "indent" not in text:
                 wrong.append(f"{shown}:{node.lineno} {text}")
     assert not wrong
+
+
+def test_a_public_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in PACKAGES:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
