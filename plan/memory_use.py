@@ -60,8 +60,10 @@ def memory_of_stages(job: Job) -> list[StageMemory]:
 
 def worst(job: Job) -> StageMemory:
     """The fullest stage. The first ones hold most micro-batches, the last one the logits."""
-    ends = {0, 1, job.pipeline - 1} if not job.blocks else range(job.pipeline)
-    stages = (stage_memory(job, index) for index in ends if 0 <= index < job.pipeline)
+    # Of stages with as many blocks, the earliest holds most micro-batches.
+    blocks = job.stage_blocks()
+    indices = {0, job.pipeline - 1} | {blocks.index(count, 1) for count in set(blocks[1:])}
+    stages = [stage_memory(job, index) for index in indices]
     return max(stages, key=lambda stage: stage.peak)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plan.constants import Constants
 from plan.machine import Machine, machine_of
 from plan.memory_use import fits_recompute
-from plan.workload import ENGINES, WIDTH, Job, Profile, Shape
+from plan.workload import ENGINES, Job, Profile, Shape
 from recipes.schema import UserError
 
 # What is left out by name: a part of the source or of the model -> the reason, which is printed.
@@ -68,15 +68,17 @@ class PublishedRun:
         return bool(self.machine.calibrated) and self.job.engine.is_calibrated
 
 
-def read(path: Path) -> list[dict[str, str]]:
+NEEDED = ("source", "layers", "hidden", "seq", "n_gpus", "gpu")
+
+
+def read(path: Path, needed: Sequence[str] = NEEDED) -> list[dict[str, str]]:
     """The rows of a file. Raises UserError where it is not a table of such columns."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"ROWS={path}: cannot be read: {error}") from None
-    needed = {"source", "layers", "hidden", "seq", "n_gpus", "gpu"}
-    missing = needed - set(rows[0] if rows else ())
+    missing = set(needed) - set(rows[0] if rows else ())
     if missing:
         raise UserError(
             f"ROWS={path}: no column {', '.join(sorted(missing))}; the columns are those of"
@@ -107,6 +109,8 @@ def published_run(row: dict[str, str]) -> PublishedRun | str:
             return f"excluded: {source.replace(chr(92), '')} {label}: {reason}".replace(" :", ":")
     if row.get("kind", "benchmark") not in ("benchmark", "whole_run", ""):
         return f"kind={row['kind']}: not a benchmark"
+    if row.get("complete") == "0":
+        return "complete=0: something that decides the speed was not published"
     precision = row.get("precision") or "bf16"
     if precision not in ("bf16", "fp16"):
         return f"precision={precision}: no rates"
@@ -367,5 +371,3 @@ def _engine(row: dict[str, str]) -> tuple[Profile, list[str]]:
         engine = dataclasses.replace(engine, tensor_exposed="tensor_exposed")
     return engine, unknown
 
-
-__all__ = ["Constants", "PublishedRun", "WIDTH", "published_run", "read", "usable"]

@@ -23,6 +23,7 @@ from plan.workload import WIDTH, Job, Shape
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 DEFAULT = Constants()
+LIVE = 1e9  # parameters that DeepSpeed keeps gathered: stage3_max_live_parameters of ds_configs/
 H100_MATMUL = 794.5  # TFLOP/s of a large matmul alone (published/gpus.csv)
 # Five products instead of two, at 0.83 of the forward's rate (Dao 2023, Shah et al. 2024: 0.80-0.9).
 ATTENTION_BACKWARD = 3.0
@@ -198,7 +199,7 @@ def _block(job: Job, machine: Machine, constants: Constants) -> dict[str, tuple[
     # Two halves of a block, each with one collective of the hidden states and one in backward;
     # sequence parallelism gathers once more in backward instead of keeping what it gathered.
     tensor = 2 * _tensor_s(job, machine, constants, n_hidden_bytes(job))
-    more = 1.25 if job.sequence else 1.0
+    more = 1.5 if job.sequence and job.engine.name.startswith("ours") else 1.25 if job.sequence else 1.0
     ring = _context_s(job, machine, constants, attention)
     return {
         "matmul": (forward, backward),
@@ -392,12 +393,15 @@ def _gather_s(
     bytes_ = held * WIDTH[job.precision]
     messages = 3 * (max(job.stage_blocks()) + 2)
     if job.stage == 2:
-        if job.engine.shares_weights == "zero3":  # ours and DeepSpeed: one reduction per pass
+        if job.engine.shares_weights == "zero3":  # DeepSpeed: one reduction of each pass
             exposed = value(constants, job.engine.data_exposed)
-            return exposed * gather_s(bytes_, size, stride, machine, constants)
+            return exposed * gather_s(held * summed_bytes(job), size, stride, machine, constants)
         moved, messages = held * (WIDTH[job.precision] + job.engine.sum_bytes), messages * 2 / 3
     else:
-        moved = held * (2 * WIDTH[job.precision] + job.engine.sum_bytes)
+        gathers = 2
+        if job.engine.shares_weights == "zero3" and held <= LIVE:
+            gathers = 1  # what a forward gathered is still there in backward (counted, 0.19.8)
+        moved = held * (gathers * WIDTH[job.precision] + summed_bytes(job))
     rate = group_rate(group, stride, machine, constants)
     seconds = moved * (group - 1) / group / rate
     seconds += messages * constants.rank_latency_s * group
@@ -407,6 +411,13 @@ def _gather_s(
         return constants.zero3_exposed * seconds * constants.nic_share / 0.47
     exposed = value(constants, job.engine.data_exposed)
     return max(exposed * seconds, seconds - 0.8 * compute_s)
+
+
+def summed_bytes(job: Job) -> int:
+    """Bytes of a gradient that is reduced: our engine sums several micro-batches in fp32."""
+    if job.engine.name.startswith("ours"):
+        return 4 if job.grad_dtype == "fp32" or job.precision == "fp32" else 2
+    return job.engine.sum_bytes
 
 
 def _end_of_step(
@@ -425,7 +436,7 @@ def _end_of_step(
     optimizer = 34 * share / per_s
     if size == 1 or job.stage == 3:
         return 0.0, optimizer
-    width, summed = WIDTH[job.precision], job.engine.sum_bytes
+    width, summed = WIDTH[job.precision], summed_bytes(job)
     stride = job.tensor
     reduce = gather_s(held * summed, size, stride, machine, constants)
     if job.stage == 0:

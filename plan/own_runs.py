@@ -1,0 +1,1 @@
+def own_runs_report(names): return []
