@@ -244,12 +244,18 @@ def _job(
     engine, engine_unknown = _engine(row)
     unknown += engine_unknown
     stage = row.get("zero_stage") or ""
+    if engine.name.startswith("fsdp") and pipeline > 1:
+        stage = "1"  # weights stay gathered between the micro-batches of a step
     if not stage:
         stage = "3" if engine.name.startswith(("fsdp", "xla")) else "1"
     virtual = number["vpp"] or 1
     schedule = re.search(r"schedule (ZB-\dp)", row.get("notes", ""))
     if pipeline > 1 and not number["vpp"] and "schedule" not in row.get("notes", ""):
         unknown.append("vpp")
+        # Megatron's and torchtitan's users interleave from about 2023 on.
+        is_likely = number["layers"] >= 4 * pipeline and int(_number(row, "year") or 2024) >= 2023
+        if is_likely and engine.name.split("-")[0] in ("megatron", "fsdp"):
+            virtual = 2
     group = re.search(r"group (\d+)|FSDP (\d+) x DP", row.get("sharding_impl", ""))
     sizes = [int(size) for size in group.groups() if size] if group else []
     recompute = (row.get("recompute") or "").strip()
@@ -266,7 +272,9 @@ def _job(
         stage=int(stage),
         recompute=recompute if recompute in ("none", "selective", "full") else "none",
         precision=precision,
-        sequence=not (engine.name == "megatron-classic" and recompute != "selective"),
+        sequence=not (
+            engine.name in ("megatron-classic", "megatron-deepspeed") and recompute != "selective"
+        ),
         blocks=_blocks(row, shape, pipeline, engine),
         schedule=schedule[1].lower() if schedule else "1f1b",
         shard_group=min(sizes[0], data * context) if sizes else 0,
@@ -346,8 +354,12 @@ def _engine(row: dict[str, str]) -> tuple[Profile, list[str]]:
         engine = ENGINES["nanotron"]
     elif "deepspeed" in framework and (sharded or "megatron" not in framework):
         engine = ENGINES["deepspeed"]
+    elif "deepspeed" in framework:
+        engine = ENGINES["megatron-deepspeed"]
     elif is_megatron and year >= 2023 and "zero-bubble" not in framework:
         engine = ENGINES["megatron"]
+        if not re.search("nemo|bridge|core", framework):  # overlap has to be asked for there
+            engine = dataclasses.replace(engine, tensor_exposed="all", attention="attention_two")
     elif is_megatron:
         engine = ENGINES["megatron-classic"]
     elif re.search(r"maxtext|jax|levanter", framework):

@@ -27,7 +27,9 @@ ERRORS = {
     "drag": 1.0,
 }
 # Of the whole, for what is not known.
-UNKNOWN = {"recompute": 0.07, "flash_attention": 0.06, "vpp": 0.04, "framework": 0.10}
+UNKNOWN = {"recompute": 0.04, "flash_attention": 0.06, "framework": 0.10}
+UNKNOWN_BUBBLE = 0.8  # of the bubble, where the number of chunks is not published
+RECOMPUTED = 0.10
 # An engine or GPU without rows: as often slower than predicted as engines that were measured late.
 SLOWER, FASTER = 0.45, 0.18
 
@@ -36,11 +38,14 @@ def relative_range(
     terms: StepTime, unknown: tuple[str, ...] = (), is_calibrated: bool = True
 ) -> tuple[float, float]:
     """(low, high) of the speed, as multiples of the predicted one."""
+    errors = ERRORS | ({"bubble": UNKNOWN_BUBBLE} if "vpp" in unknown else {})
     square = sum(
-        (error * getattr(terms, name) / terms.total) ** 2 for name, error in ERRORS.items()
+        (error * getattr(terms, name) / terms.total) ** 2 for name, error in errors.items()
     )
     square += sum(UNKNOWN.get(name, 0.0) ** 2 for name in unknown)
     width = math.sqrt(square)
+    # What is not known to be recomputed may be.
+    below = math.hypot(width, RECOMPUTED if "recompute" in unknown else 0.0)
     if is_calibrated:
-        return math.exp(-width), math.exp(width)
-    return math.exp(-math.hypot(width, SLOWER)), math.exp(math.hypot(width, FASTER))
+        return math.exp(-below), math.exp(width)
+    return math.exp(-math.hypot(below, SLOWER)), math.exp(math.hypot(width, FASTER))

@@ -65,9 +65,11 @@ def step_time(job: Job, machine: Machine, constants: Constants = DEFAULT) -> Ste
     bubble = bubble_time(job, once, message_s)
     steady = 0.0
     if job.pipeline > 1:
-        # A send and a receive each way; the interleaved schedule hides half of them.
+        # A send and a receive each way; the interleaved schedule hides half of them. Megatron
+        # hides the bytes behind the next pass, DeepSpeed's engine waits for them.
         messages = 4 if job.virtual == 1 else 2 * job.virtual
-        steady = messages * job.micro_batches * constants.message_s
+        each = message_s if job.engine.is_blocking else constants.message_s
+        steady = messages * job.micro_batches * each
     data_s, optimizer_s = _end_of_step(job, machine, constants, once + bubble)
     seconds = sum(total.values()) + bubble + steady + data_s + optimizer_s
     hosts = max(1.0, job.world / machine.gpus_per_node)
@@ -358,8 +360,9 @@ def _message_s(job: Job, machine: Machine, constants: Constants) -> float:
     """Seconds of one message of hidden states to the next pipeline stage."""
     if job.pipeline == 1:
         return 0.0
-    spread = job.tensor if job.sequence else 1
-    bytes_ = n_hidden_bytes(job) / spread
+    # Megatron sends a part from each tensor rank (Narayanan et al. 2021, 4.1).
+    is_spread = job.sequence or not job.engine.is_blocking
+    bytes_ = n_hidden_bytes(job) / (job.tensor if is_spread else 1)
     stride = job.tensor * job.context * job.data
     is_near = stride * 2 <= machine.domain
     rate = (machine.link_gb_s if is_near else machine.nic_gb_s) * 1e9

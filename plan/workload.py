@@ -88,6 +88,7 @@ class Profile:
     sum_bytes: int = 4  # bytes of a summed gradient: 4 = fp32
     logit_bytes: int = 10  # bytes alive per logit at the loss
     is_chunked: bool = False  # the loss never holds all logits
+    is_blocking: bool = False  # pipeline messages stand between passes (DeepSpeed's pipeline engine)
 
 
 ENGINES = {
@@ -97,6 +98,8 @@ ENGINES = {
                 "fsdp", "sum_bytes", True),
         Profile("megatron", 2024, "bytes_fused", "attention_new", "tensor_exposed",
                 "data_exposed", "fsdp", "sum_bytes", True, sum_bytes=2),
+        Profile("megatron-deepspeed", 2022, "bytes_fused", "", "all", "all", "zero3", "sum_bytes",
+                False, is_blocking=True),
         Profile("xla", 2024, "bytes_fused", "attention_new", "all", "data_exposed", "fsdp",
                 "sum_bytes", True),
         Profile("fsdp", 2023, "bytes_eager", "attention_two", "all", "shard_exposed",
@@ -108,9 +111,10 @@ ENGINES = {
         Profile("nanotron", 2024, "bytes_eager", "attention_two", "all",
                 "data_exposed", "fsdp", "sum_bytes", False, logit_bytes=14),
         Profile("ours", 2026, "bytes_eager", "attention_two", "all", "all",
-                "zero3", "sum_bytes", False, is_chunked=True),
+                "zero3", "sum_bytes", False, is_chunked=True,
+                is_blocking=True),
         Profile("ours-compiled", 2026, "bytes_compiled", "attention_two", "all",
-                "all", "zero3", "sum_bytes", False, is_chunked=True),
+                "all", "zero3", "sum_bytes", False, is_chunked=True, is_blocking=True),
     )
 }  # fmt: skip
 
