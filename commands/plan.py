@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from base.command_line import Parser, add_words, refuse, words_of
 from base.errors import UserError
@@ -69,7 +70,7 @@ def answer(name: str, words: list[str], options) -> list[str]:
         raise UserError(*nothing_fits(found, recipe, world))
     winner = confirmed(winner, world)
     if options.picture:
-        draw_plan(winner, options.picture)
+        draw_plan(winner, Path(options.picture))
     if options.json:
         shown = [plain(option, tokens) for option in found.best[: int(options.shown)]]
         return [json.dumps({"winner": plain(winner, tokens), "options": shown, "assumed": assumed})]

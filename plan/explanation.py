@@ -24,7 +24,7 @@ from recipes.schema import UserError
 
 BAR = 40  # characters
 KINDS = ("weights", "gradients", "optimizer", "buffers", "activations", "logits", "step")
-LETTERS = dict(zip(KINDS, "WGOBALS", strict=True))
+LETTERS = dict(zip(KINDS[:-1], "WGOBAL", strict=True))
 TERMS = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -158,7 +158,7 @@ def memory_lines(option: Option) -> list[str]:
         lines.append(f"    [{bar(stage, usable)}]")
     lines.append(
         "    " + " ".join(f"{letter} {name}" for name, letter in LETTERS.items())
-        + " (S: while the optimizer steps, when activations are gone)"
+        + " (step: gradients and their fp32 copy in the optimizer's step, when activations are gone)"
     )  # fmt: skip
     host = max(stage.host for stage in stages)
     if host:
@@ -171,9 +171,7 @@ def bar(stage: StageMemory, usable: float) -> str:
     """One character per 1/BAR of the card."""
     text = ""
     reached = 0.0
-    for name in KINDS:
-        if name == "step":
-            continue
+    for name in LETTERS:
         reached += getattr(stage, name)
         text += LETTERS[name] * (round(BAR * reached / usable) - len(text))
     return text[:BAR].ljust(BAR, ".") + (">" if reached > usable else "")

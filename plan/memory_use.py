@@ -3,7 +3,7 @@
     weights, gradients, optimizer     runtime.ds_config.state_bytes (ours), the engine's sum (others)
     activations, logits               model.cost (ours); Korthikanti et al. 2022, section 4 (others)
     buffers                           buckets, and what stage 3 gathers ahead
-    step                              a fp32 copy of the gradients while the optimizer steps (ours)
+    step                              gradients and their fp32 copy while the optimizer steps (ours)
 
 Rule: the numbers are what torch's allocator counts (`max_memory_allocated`); nvidia-smi shows more:
 context, communicators, the allocator's own gaps. `RESERVE` stands for context and communicators, and
@@ -31,7 +31,11 @@ FITS, AT_EDGE, TOO_LARGE = "fits", "at the edge", "does not fit"
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of the fullest rank of one pipeline stage; `step` is alive when activations are gone."""
+    """Bytes of the fullest rank of one pipeline stage.
+
+    `gradients`, `activations` and `logits` are alive at the end of a pass; `step` takes their place
+    in the optimizer's step: reduced gradients, and the copy that is stepped.
+    """
 
     weights: float
     gradients: float
@@ -48,9 +52,19 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def at_pass(self) -> float:
+        """Bytes at the end of a forward, which is the most of a pass."""
+        return self.states + self.buffers + self.activations + self.logits
+
+    @property
+    def at_step(self) -> float:
+        """Bytes in the optimizer's step."""
+        return self.weights + self.optimizer + self.buffers + self.step
+
+    @property
     def peak(self) -> float:
-        """The most at one time: at the end of a forward, or in the optimizer's step."""
-        return self.states + self.buffers + max(self.activations + self.logits, self.step)
+        """The most at one time, in whichever phase."""
+        return max(self.at_pass, self.at_step)
 
 
 def memory_of_stages(job: Job) -> list[StageMemory]:
@@ -145,10 +159,25 @@ def _ours(job: Job, index: int) -> StageMemory:
         activations=saved * in_flight(job, index),
         logits=workspace,
         buffers=buffers,
-        # DeepSpeed steps a fp32 copy of this rank's gradients (counted, 0.19.8).
-        step=0.0 if job.is_offloaded else 4 / ranks * own,
+        step=0.0 if job.is_offloaded else own * step_bytes(
+            job.stage, job.precision, summed, kinds["gradients"], ranks
+        ),
         host=host,
     )
+
+
+def step_bytes(
+    stage: int, precision: str, summed: str, at_pass: float, ranks: int
+) -> float:
+    """Bytes of gradients per parameter while DeepSpeed 0.19.8 makes ready to step (counted).
+
+    BF16_Optimizer (stage 1, bf16 weights, fp32 sums) steps the sum that it has. The others make a
+    fp32 copy of what this rank steps, 4 / d, beside the reduced gradients; stages 1 and 2 then free
+    the latter, stage 3 keeps them.
+    """
+    if stage == 1 and precision == "bf16" and summed == "fp32":
+        return at_pass
+    return (WIDTH[summed] + 4) / ranks
 
 
 def _our_activations(job: Job, index: int) -> tuple[float, float]:
