@@ -1,4 +1,4 @@
-"""`make budget`: the best model for a budget, what over-training costs, and the plan of such a recipe.
+"""`make budget`: the best model for a budget, what over-training costs, and its plan.
 
     python -m commands.budget --gpu-hours 10000 --cluster h100
     python -m commands.budget --money 50000 --cluster a100 -- cluster.price_per_hour=1.8
@@ -70,7 +70,10 @@ def answer(options, words: list[str]) -> list[str]:
         *explained(option, assumed, tokens),
     ]
     overrides = f"cluster={options.cluster or 'h100'} tokens={tokens:.4g} {option.knobs}"
-    lines += ["", f'  make pretrain RECIPE={name} OVERRIDES="{model_words(option.recipe.model)} {overrides}"']
+    lines += [
+        "",
+        f'  make pretrain RECIPE={name} OVERRIDES="{model_words(option.recipe.model)} {overrides}"',
+    ]
     return lines
 
 
@@ -105,7 +108,7 @@ def budget(options, machine) -> tuple[float, int]:
 
 
 def solve_size(hours: float, world: int, words: list[str]) -> tuple[Allocation, Option, str]:
-    """The allocation, the planned option of a model of its size, and the recipe that it starts from."""
+    """The allocation, the planned option of a model of its size, and the recipe beneath it."""
     mfu = 0.4
     for _ in range(ROUNDS):
         machine, _ = machine_for(compose_free("7b", words).recipe)
@@ -135,7 +138,9 @@ def model_words(model) -> str:
     """A shape as overrides."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads")  # fmt: skip
-    return " ".join([*(f"model.{name}={getattr(model, name)}" for name in names), "model.head_dim=null"])
+    return " ".join(
+        [*(f"model.{name}={getattr(model, name)}" for name in names), "model.head_dim=null"]
+    )
 
 
 if __name__ == "__main__":

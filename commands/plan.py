@@ -4,9 +4,9 @@
     python -m commands.plan --nodes 4 --overrides "parallel.tensor=2 zero=2" -- 7b   # one layout
     python -m commands.plan --nodes 4 --versus "zero=3|parallel.tensor=2 zero=1" -- 7b
 
-Without overrides of axes, ZeRO stage, micro-batch and recomputation all legal layouts are ranked and
-the first is explained, with the command that runs it. With some of them given, only the others are
-chosen. Starts nothing, needs no GPU and no torch.
+Without overrides of axes, ZeRO stage, micro-batch and recomputation all legal layouts are ranked
+and the first is explained, with the command that runs it. With some of them given, only the others
+are chosen. Starts nothing, needs no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def nothing_fits(found, recipe, world: int) -> list[str]:
     if found.large:
         least = found.large[0]
         return [
-            f"no layout of {world} ranks fits: the leanest needs {least.memory.peak / GIB:.1f} GiB of"
-            f" {least.machine.memory_gib:g} GiB ({least.knobs}); use more ranks, a GPU with more"
+            f"no layout of {world} ranks fits: the leanest needs {least.memory.peak / GIB:.1f} GiB"
+            f" of {least.machine.memory_gib:g} GiB ({least.knobs}); use more ranks, a GPU with more"
             " memory, or a smaller micro_batch"
         ]
     rules = sorted(found.refused.items(), key=lambda item: -item[1])

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from model.cost import num_parameters
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe
 from runtime.ds_config.merge import ds_problems
 from runtime.resolve import CHINCHILLA
-from model.cost import num_parameters
 
 FREE = ("parallel", "zero", "micro_batch", "recompute")
 AUTO = "auto"

@@ -1,11 +1,12 @@
 """What a budget of GPU-hours trains best: parameters, tokens, loss, and what over-training costs.
 
-    GPU-hours x speed of a planned layout = FLOPs  ->  N and D of least loss  ->  a shape  ->  its plan
+    GPU-hours x planned speed = FLOPs  ->  N and D of least loss  ->  a shape  ->  its plan
 
 The loss is the fit of Besiroglu et al. 2024 to the runs of Hoffmann et al. 2022,
-L(N, D) = E + A / N**alpha + B / D**beta, in nats per token of their text and tokenizer: differences
-carry over to other text, values do not. Rule: the fit by Hoffmann et al. themselves (approach 3,
-as printed) implies 70 tokens per parameter and contradicts their approaches 1 and 2; it is not used.
+L(N, D) = E + A / N**alpha + B / D**beta, in nats per token of their text and tokenizer:
+differences carry over to other text, values do not. Rule: the fit by Hoffmann et al. themselves
+(approach 3, as printed) implies 70 tokens per parameter and contradicts their approaches 1 and 2;
+it is not used.
 Units: parameters, tokens, FLOPs (C = 6 N D).
 """
 
@@ -47,7 +48,7 @@ class Allocation:
 
 
 def best_allocation(flops: float) -> Allocation:
-    """The least loss of `flops`: the derivative of L along 6 N D = C is 0 there (Hoffmann, eq. 4)."""
+    """The least loss of `flops`: L has no slope along 6 N D = C there (Hoffmann, eq. 4)."""
     scale = (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA))
     parameters = scale * (flops / 6) ** (BETA / (ALPHA + BETA))
     return Allocation(parameters, flops / 6 / parameters)
@@ -70,8 +71,8 @@ def flops_for_loss(loss: float, times: float) -> float:
 
 def table_rows(best: Allocation) -> list[list[str]]:
     """What over-training by k does to size, loss and the FLOPs for the same loss."""
-    rows = [["over-trained", "parameters", "tokens", "tokens per parameter", "loss", "against the best",
-             "FLOPs for the best loss"]]  # fmt: skip
+    head = ["over-trained", "parameters", "tokens", "tokens per parameter", "loss"]
+    rows = [[*head, "against the best", "FLOPs for the best loss"]]
     for times in OVER_TRAINED:
         one = over_trained(best, times)
         more = flops_for_loss(best.loss, times) / best.flops

@@ -60,8 +60,9 @@ def speed_range(option: Option) -> tuple[float, float]:
 
 
 def is_calibrated(option: Option) -> bool:
-    """Whether constants were fitted on such a GPU, or its rates were measured."""
-    return bool(option.machine.calibrated) or option.machine.is_measured
+    """Whether constants were fitted on runs of this engine on such a GPU, or measured here."""
+    is_known = bool(option.machine.calibrated) and option.job.engine.is_calibrated
+    return is_known or option.machine.is_measured
 
 
 def report(
@@ -136,7 +137,11 @@ def explained(option: Option, assumed: Sequence[str], tokens: float) -> list[str
         *(f"  {line}" for line in changes(option)),
     ]
     if assumed:
-        lines += ["", "assumed, because the cluster file does not say", *(f"  {a}" for a in assumed)]
+        lines += [
+            "",
+            "assumed, because the cluster file does not say",
+            *(f"  {a}" for a in assumed),
+        ]
     return lines
 
 
@@ -154,11 +159,13 @@ def memory_lines(option: Option) -> list[str]:
         )
         mark = " <- fullest" if index == worst and len(stages) > 1 else ""
         name = f"stage {index}: " if len(stages) > 1 else ""
-        lines.append(f"  {name}{stage.peak / GIB:.1f} GiB ({stage.peak / usable:.0%}){mark}: {parts}")
+        lines.append(
+            f"  {name}{stage.peak / GIB:.1f} GiB ({stage.peak / usable:.0%}){mark}: {parts}"
+        )
         lines.append(f"    [{bar(stage, usable)}]")
     lines.append(
         "    " + " ".join(f"{letter} {name}" for name, letter in LETTERS.items())
-        + " (step: gradients and their fp32 copy in the optimizer's step, when activations are gone)"
+        + " (step: gradients and their fp32 copy while the optimizer steps)"
     )  # fmt: skip
     host = max(stage.host for stage in stages)
     if host:
@@ -192,7 +199,11 @@ def time_lines(time: StepTime) -> list[str]:
 def run_lines(option: Option, view: Outlook) -> list[str]:
     """Speed, MFU, length and cost, each as a range."""
     low, high = (bound / option.tokens_per_s for bound in speed_range(option))
-    calibrated = "" if is_calibrated(option) else " (not calibrated: no run on this GPU was fitted)"
+    calibrated = (
+        ""
+        if is_calibrated(option)
+        else " (not calibrated: no run of this engine on this GPU was fitted)"
+    )
     rows = [
         ["tokens/s", spread(view.tokens_per_s, low, high, ",.0f"), calibrated.strip()],
         ["tokens/s per GPU", spread(view.tokens_per_s / option.job.world, low, high, ",.0f"), ""],
@@ -289,10 +300,17 @@ def versus(one: Option, other: Option) -> list[str]:
         if max(first, second) > 5e-4 * one.time.total:
             rows.append([shown, f"{first:.3f} s", f"{second:.3f} s", f"{second - first:+.3f} s"])
     totals = one.time.total, other.time.total * scale
-    rows.append(["step", f"{totals[0]:.3f} s", f"{totals[1]:.3f} s", f"{totals[1] - totals[0]:+.3f} s"])
+    rows.append(
+        ["step", f"{totals[0]:.3f} s", f"{totals[1]:.3f} s", f"{totals[1] - totals[0]:+.3f} s"]
+    )
     memory = one.memory.peak / GIB, other.memory.peak / GIB
     rows.append(
-        ["memory", f"{memory[0]:.1f} GiB", f"{memory[1]:.1f} GiB", f"{memory[1] - memory[0]:+.1f} GiB"]
+        [
+            "memory",
+            f"{memory[0]:.1f} GiB",
+            f"{memory[1]:.1f} GiB",
+            f"{memory[1] - memory[0]:+.1f} GiB",
+        ]
     )
     rows.append(["state", one.state, other.state, ""])
     if abs(totals[1] / totals[0] - 1) <= TIE:

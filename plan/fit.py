@@ -3,8 +3,8 @@
 
 Least squares of log(predicted / measured) by Gauss-Newton steps, errors beyond 10 % counted
 linearly (Huber), every family of sources with the square root of its rows as weight, and every
-constant held to its given value with a sixth of its range (in logarithms) as standard deviation. Rule: the fit sees
-only the runs that it is handed, so a family that is left out is predicted blind.
+constant held to its given value with a sixth of its range (in logarithms) as standard deviation.
+Rule: the fit sees only the runs that it is handed, so a family that is left out is predicted blind.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ class Machine:
     calibrated: str = ""  # which sustained rate of `constants` was fitted on it; "" = none
     price_per_hour: float | None = None  # of one GPU
     mtbf_hours: float | None = None  # of one GPU
-    is_measured: bool = False  # rates were measured in a step on this machine, not read from a sheet
+    is_measured: bool = (
+        False  # rates were measured in a step on this machine, not read from a sheet
+    )
     kernel_s: float = 0.0  # host time to start one operation, measured
 
     @property
@@ -61,7 +63,9 @@ def known_gpus() -> dict[str, Machine]:
     with open(PUBLISHED / "gpus.csv", newline="") as file:
         for row in csv.DictReader(file):
             peak = float(row["peak_tflops"])
-            whole = {name: int(row[name]) for name in ("multiprocessors", "domain", "gpus_per_node")}
+            whole = {
+                name: int(row[name]) for name in ("multiprocessors", "domain", "gpus_per_node")
+            }
             real = {
                 name: float(row[name])
                 for name in ("memory_gib", "memory_gb_s", "link_gb_s", "nic_gb_s")

@@ -1,13 +1,13 @@
 """Bytes that one rank allocates, by kind, for every pipeline stage, and whether they fit a card.
 
-    weights, gradients, optimizer     runtime.ds_config.state_bytes (ours), the engine's sum (others)
-    activations, logits               model.cost (ours); Korthikanti et al. 2022, section 4 (others)
+    weights, gradients, optimizer     runtime.ds_config.state_bytes (ours), what others document
+    activations, logits               model.cost (ours); Korthikanti et al. 2022 (others)
     buffers                           buckets, and what stage 3 gathers ahead
     step                              gradients and their fp32 copy while the optimizer steps (ours)
 
 Rule: the numbers are what torch's allocator counts (`max_memory_allocated`); nvidia-smi shows more:
-context, communicators, the allocator's own gaps. `RESERVE` stands for context and communicators, and
-is compared with the card, not added to the prediction. Everything is in bytes.
+context, communicators, the allocator's own gaps. `RESERVE` stands for context and communicators; it
+is taken off the card, not added to the prediction. Everything is in bytes.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def stage_parameters(job: Job, index: int) -> int:
     return total
 
 
-# ---- our engine -----------------------------------------------------------------------------------
+# ---- our engine
 
 
 def _ours(job: Job, index: int) -> StageMemory:
@@ -159,16 +159,14 @@ def _ours(job: Job, index: int) -> StageMemory:
         activations=saved * in_flight(job, index),
         logits=workspace,
         buffers=buffers,
-        step=0.0 if job.is_offloaded else own * step_bytes(
-            job.stage, job.precision, summed, kinds["gradients"], ranks
-        ),
+        step=0.0
+        if job.is_offloaded
+        else own * step_bytes(job.stage, job.precision, summed, kinds["gradients"], ranks),
         host=host,
     )
 
 
-def step_bytes(
-    stage: int, precision: str, summed: str, at_pass: float, ranks: int
-) -> float:
+def step_bytes(stage: int, precision: str, summed: str, at_pass: float, ranks: int) -> float:
     """Bytes of gradients per parameter while DeepSpeed 0.19.8 makes ready to step (counted).
 
     BF16_Optimizer (stage 1, bf16 weights, fp32 sums) steps the sum that it has. The others make a
@@ -197,9 +195,7 @@ def _our_activations(job: Job, index: int) -> tuple[float, float]:
     )
     length = job.seq_len // job.context
     device = "cpu" if job.is_on_cpu else "cuda"
-    counted = activation_bytes(
-        shape, job.micro_batch, length, job.precision, job.recompute, device
-    )
+    counted = activation_bytes(shape, job.micro_batch, length, job.precision, job.recompute, device)
     is_last = index == job.pipeline - 1
     tokens, width = job.micro_batch * length, WIDTH[job.precision]
     more = 0
@@ -216,7 +212,7 @@ def _our_activations(job: Job, index: int) -> tuple[float, float]:
     return counted.saved + more, counted.workspace if is_last else 0
 
 
-# ---- other engines, for published runs -------------------------------------------------------------
+# ---- other engines, for published runs
 
 
 def _others(job: Job, index: int) -> StageMemory:

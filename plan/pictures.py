@@ -74,9 +74,11 @@ def draw_plan(option: Option, path: Path) -> None:
     height = 150 + 26 * len(stages) + 150
     canvas, left, wide = Canvas(860, height), 90, 640
     canvas.text(10, 20, f"{option.recipe.run or 'recipe'}: {option.knobs}", size=13)
-    canvas.text(10, 44, f"memory of a rank, GiB ({option.machine.gpu}: {option.machine.memory_gib:g})")
+    canvas.text(
+        10, 44, f"memory of a rank, GiB ({option.machine.gpu}: {option.machine.memory_gib:g})"
+    )
     usable = option.machine.usable_bytes
-    scale = wide / max(usable, max(stage.peak for stage in stages))
+    scale = wide / max(usable, *(stage.peak for stage in stages))
     y = 54
     for index, stage in enumerate(stages):
         canvas.text(10, y + 15, f"stage {index}" if len(stages) > 1 else "every rank")
@@ -156,9 +158,11 @@ def draw_curves(title: str, curves: dict[str, list[tuple[int, float]]],
     for name, colour in zip(names, COLOURS, strict=False):
         line = [(left + across(n), 40 + tall - up(v)) for n, v in curves[name]]
         canvas.line(line, colour, "5 4" if "strong" in name else "")
-    for name, colour in zip(dots, COLOURS[len(names):], strict=False):
+    for name, colour in zip(dots, COLOURS[len(names) :], strict=False):
         for n, value in dots[name]:
-            canvas.dot(left + across(n), 40 + tall - up(value), colour, f"{name}: {n}, {value:,.0f}", 4)
+            canvas.dot(
+                left + across(n), 40 + tall - up(value), colour, f"{name}: {n}, {value:,.0f}", 4
+            )
     for n in sorted({n for group in curves.values() for n, _ in group}):
         canvas.text(left + across(n), 40 + tall + 18, str(n), "middle", 10)
     for value in (100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000):

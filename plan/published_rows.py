@@ -152,7 +152,11 @@ def tokens_per_s(row: dict[str, str], job: Job) -> float | None:
     tflops = _number(row, "tflops_per_gpu")
     if not tflops:
         mfu = _number(row, "mfu")
-        tflops = mfu * (_number(row, "peak_tflops") or machine_of(row["gpu"]).peak_tflops) if mfu else None
+        tflops = (
+            mfu * (_number(row, "peak_tflops") or machine_of(row["gpu"]).peak_tflops)
+            if mfu
+            else None
+        )
     flops = flops_of_convention(row.get("flop_convention", ""), job)
     return tflops * 1e12 / flops if tflops and flops else None
 
@@ -179,14 +183,14 @@ def _number(row: dict[str, str], name: str) -> float | None:
         value = float(row.get(name) or "")
     except ValueError:
         return None
-    return value if value > 0 else None
+    return value if 0 < value < 1e30 else None
 
 
 def _label(row: dict[str, str]) -> str:
     axes = "x".join(row.get(name) or "?" for name in ("tp", "cp", "pp"))
     return (
-        f"{row.get('model', '')}@{row['n_gpus']} {row['gpu']} s{row['seq']} b{row.get('micro_batch', '')}"
-        f" {axes} {row.get('framework', '')}"
+        f"{row.get('model', '')}@{row['n_gpus']} {row['gpu']} s{row['seq']}"
+        f" b{row.get('micro_batch', '')} {axes} {row.get('framework', '')}"
     )
 
 
@@ -222,9 +226,7 @@ def nic_gb_s(text: str, gpus_per_node: int) -> float | None:
     return rate / gpus_per_node if is_of_host and "per GPU" not in text else rate
 
 
-def _job(
-    row: dict[str, str], precision: str, machine: Machine, unknown: list[str]
-) -> Job | str:
+def _job(row: dict[str, str], precision: str, machine: Machine, unknown: list[str]) -> Job | str:
     """The job of a row, or why there is none; fields that were blank are added to `unknown`."""
     number = {name: int(_number(row, name) or 0) for name in (
         "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq", "global_batch",
@@ -232,11 +234,16 @@ def _job(
     missing = [name for name in ("layers", "hidden", "heads", "seq", "n_gpus") if not number[name]]
     if missing:
         return f"no {', '.join(missing)}"
+    is_odd = number["heads"] > number["hidden"] or number["kv_heads"] > number["heads"]
+    if is_odd or (row.get("zero_stage") or "0") not in ("0", "1", "2", "3"):
+        return "sizes that contradict each other"
     shape = _shape(row, number)
     tensor, pipeline, context = (number[name] or 1 for name in ("tp", "pp", "cp"))
     data = number["dp"] or number["n_gpus"] // (tensor * pipeline * context)
     if data * tensor * pipeline * context != number["n_gpus"]:
         return "the axes do not multiply to the number of GPUs"
+    if pipeline > number["layers"]:
+        return "more pipeline stages than layers"
     micro_batch = number["micro_batch"]
     if not micro_batch or not number["global_batch"]:
         return "no batch"
@@ -286,9 +293,7 @@ def _job(
     return job
 
 
-def _blocks(
-    row: dict[str, str], shape: Shape, pipeline: int, engine: Profile
-) -> tuple[int, ...]:
+def _blocks(row: dict[str, str], shape: Shape, pipeline: int, engine: Profile) -> tuple[int, ...]:
     """Blocks per stage: by cost where the engine balances, else as the notes say, else even."""
     layers = shape.num_hidden_layers
     if pipeline > 1 and engine.name == "nanotron" and pipeline <= layers:
@@ -301,7 +306,7 @@ def _blocks(
 
 
 def greedy_blocks(shape: Shape, pipeline: int) -> tuple[int, ...]:
-    """nanotron's split: a stage takes blocks until the cost so far passes its share of the whole."""
+    """nanotron's split: a stage takes blocks until the cost so far passes its share of all."""
     head = shape.embedding / shape.block_matrices
     share = (shape.num_hidden_layers + head) / pipeline
     counts = [0] * pipeline
@@ -333,8 +338,10 @@ def _shape(row: dict[str, str], number: dict[str, int]) -> Shape:
         likely = 0.03 if is_gpt else 1e-3
         return min(
             shapes,
-            key=lambda shape: abs(shape.parameters / given - 1)
-            + likely * ((shape.is_gated == is_gpt) + ((shape.positions > 0) != is_gpt)),
+            key=lambda shape: (
+                abs(shape.parameters / given - 1)
+                + likely * ((shape.is_gated == is_gpt) + ((shape.positions > 0) != is_gpt))
+            ),
         )
     return Shape(
         vocab, hidden, ffn, layers, heads, kv_heads,
@@ -382,4 +389,3 @@ def _engine(row: dict[str, str]) -> tuple[Profile, list[str]]:
     if "async TP" in row.get("notes", ""):
         engine = dataclasses.replace(engine, tensor_exposed="tensor_exposed")
     return engine, unknown
-

@@ -44,10 +44,6 @@ def job_of(recipe: Recipe, layout: Layout, engine: EngineConfig) -> Job:
     """One step of `recipe` under a layout: the last batch of a ramp, the longest sequences."""
     name = "ours-compiled" if recipe.compile else "ours"
     profile = ENGINES[name]
-    if recipe.parallel.tensor == 1 or not recipe.parallel.sequence:
-        is_sequence = False
-    else:
-        is_sequence = True
     return Job(
         shape=shape_of(recipe.model),
         seq_len=recipe.seq_len,
@@ -60,7 +56,7 @@ def job_of(recipe: Recipe, layout: Layout, engine: EngineConfig) -> Job:
         stage=layout.stage,
         recompute=recipe.recompute,
         precision=recipe.precision,
-        sequence=is_sequence,
+        sequence=recipe.parallel.tensor > 1 and recipe.parallel.sequence,
         blocks=tuple(end - first for first, end in pairwise(layout.bounds)),
         engine=profile,
         optimizer=recipe.optim.name,

@@ -4,13 +4,13 @@
 
 Rule: `parallel.legal` alone says what is legal, and the DeepSpeed JSON of the winner is made by the
 code that makes it for a run, so nothing is proposed that a start would refuse. Options within
-TIE of each other are ties: the one with fewer kinds of parallelism and more free memory goes first.
+TIE of each other are ties: the one with fewer kinds of parallelism and more free memory is first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -87,7 +87,9 @@ class Found:
         pool = self.best or self.edge
         if not pool:
             return None
-        ties = [option for option in pool if option.tokens_per_s >= (1 - TIE) * pool[0].tokens_per_s]
+        ties = [
+            option for option in pool if option.tokens_per_s >= (1 - TIE) * pool[0].tokens_per_s
+        ]
         return min(ties, key=lambda option: (option.axes, option.memory.peak))
 
 
@@ -99,20 +101,9 @@ def search(
 ) -> Found:
     """Every legal option; knobs that are not in `free` keep the recipe's values."""
     legal, refused = [], {}
-    own_stage = None if "zero" in free else stage_of(recipe)
-    for candidate, stage in candidates(recipe, world):
-        if own_stage is not None:
-            if stage != own_stage:
-                continue
-            candidate = dataclasses.replace(candidate, zero=recipe.zero)
-        elif candidate.parallel.pipeline > 1 and stage == 1:
-            candidate = dataclasses.replace(candidate, zero="pipeline")
-        if "parallel" not in free and sizes(candidate.parallel) != sizes(recipe.parallel):
-            continue
-        if "parallel" not in free:
-            candidate = dataclasses.replace(candidate, parallel=recipe.parallel)
-        first = dataclasses.replace(candidate, micro_batch=1) if "micro_batch" in free else candidate
-        broken = problems(first, world, stage)
+    for candidate, stage in chosen_axes(recipe, world, free):
+        first = dataclasses.replace(candidate, micro_batch=1)
+        broken = problems(first if "micro_batch" in free else candidate, world, stage)
         if broken:
             refused[broken[0]] = refused.get(broken[0], 0) + 1
         else:
@@ -129,6 +120,23 @@ def search(
     )
 
 
+def chosen_axes(recipe: Recipe, world: int, free: Sequence[str]) -> Iterator[tuple[Recipe, int]]:
+    """(recipe, ZeRO stage) of every choice of axes and stage that `free` leaves open."""
+    own_stage = None if "zero" in free else stage_of(recipe)
+    for plain, stage in candidates(recipe, world):
+        if own_stage not in (None, stage):
+            continue
+        zero = recipe.zero if own_stage else plain.zero
+        if own_stage is None and plain.parallel.pipeline > 1 and stage == 1:
+            zero = "pipeline"
+        axes = plain.parallel
+        if "parallel" not in free:
+            if sizes(axes) != sizes(recipe.parallel):
+                continue
+            axes = recipe.parallel
+        yield dataclasses.replace(plain, zero=zero, parallel=axes), stage
+
+
 def options_of(
     candidate: Recipe, world: int, stage: int, machine: Machine, free: Sequence[str]
 ) -> list[Option]:
@@ -138,9 +146,7 @@ def options_of(
     for micro_batch in micro_batches or [candidate.micro_batch]:
         ways = RECOMPUTE if "recompute" in free else (candidate.recompute,)
         for recompute in ways:
-            recipe = dataclasses.replace(
-                candidate, micro_batch=micro_batch, recompute=recompute
-            )
+            recipe = dataclasses.replace(candidate, micro_batch=micro_batch, recompute=recompute)
             try:
                 found.append(option_of(recipe, world, stage, machine))
             except UserError:

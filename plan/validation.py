@@ -1,11 +1,10 @@
-"""The planner against published runs: errors by family and engine, ranges, order of layouts, bubbles,
-memory.
+"""The planner against published runs: errors of speed, ranges, order of layouts, bubbles, memory.
 
     throughput.csv -> runs; for each family: constants fitted on the others -> predictions -> table
 
-Rule: a run is predicted with constants that were fitted without its whole family (all NVIDIA recipes
-are one), so the table says how well an unseen source is met. A file of other rows is predicted with
-constants fitted on all families of ours except those it holds itself.
+Rule: a run is predicted with constants that were fitted without its whole family (all NVIDIA
+recipes are one), so the table says how well an unseen source is met. A file of other rows is
+predicted with constants fitted on all families of ours except those it holds itself.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ALLOCATORS = ("Zero Bubble", "torchtitan", "nanotron")  # sources that print the
 
 
 @dataclass(frozen=True)
-class Tested:
+class Prediction:
     """One run and its blind prediction, tokens per second and GPU."""
 
     run: PublishedRun
@@ -62,22 +61,22 @@ class Tested:
         return self.run.machine.gpu.startswith(MAIN_GPUS)
 
 
-def tested_blind(runs: Sequence[PublishedRun]) -> list[Tested]:
+def predict_blind(runs: Sequence[PublishedRun]) -> list[Prediction]:
     """Every run, predicted by constants that were fitted without its family."""
     found = []
     for family in sorted({run.family for run in runs}):
         others = [run for run in runs if run.family != family]
-        found += tested([run for run in runs if run.family == family], others)
+        found += predict_runs([run for run in runs if run.family == family], others)
     return found
 
 
-def tested(runs: Sequence[PublishedRun], others: Sequence[PublishedRun]) -> list[Tested]:
+def predict_runs(runs: Sequence[PublishedRun], others: Sequence[PublishedRun]) -> list[Prediction]:
     """`runs` by constants that were fitted on `others`."""
     constants, usual = fit(others), usual_mfu(others)
-    return [one_test(run, constants, usual) for run in runs]
+    return [predict_one(run, constants, usual) for run in runs]
 
 
-def one_test(run: PublishedRun, constants: Constants, usual: dict[str, float]) -> Tested:
+def predict_one(run: PublishedRun, constants: Constants, usual: dict[str, float]) -> Prediction:
     """One run with given constants."""
     time = step_time(run.job, run.machine, constants)
     rate = run.job.tokens / time.total / run.job.world
@@ -85,7 +84,7 @@ def one_test(run: PublishedRun, constants: Constants, usual: dict[str, float]) -
     share = usual.get(run.machine.gpu) or usual.get("")
     flops = run.job.shape.flops_per_token(run.job.seq_len)
     baseline = share * run.machine.peak_tflops * 1e12 / flops if share else None
-    return Tested(run, rate, low * rate, high * rate, baseline, time)
+    return Prediction(run, rate, low * rate, high * rate, baseline, time)
 
 
 def usual_mfu(runs: Iterable[PublishedRun]) -> dict[str, float]:
@@ -104,10 +103,12 @@ def quantiles(errors: Iterable[float]) -> tuple[float, float]:
     ordered = sorted(map(abs, errors))
     if not ordered:
         return math.nan, math.nan
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return statistics.median(ordered), ordered[
+        min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)
+    ]
 
 
-def ordered_pairs(tests: Sequence[Tested]) -> tuple[int, int]:
+def ordered_pairs(tests: Sequence[Prediction]) -> tuple[int, int]:
     """(ordered right, all) pairs of layouts of one model, cluster and engine that differ by more
     than APART as measured."""
     groups = defaultdict(list)
@@ -127,18 +128,20 @@ def ordered_pairs(tests: Sequence[Tested]) -> tuple[int, int]:
     return right, total
 
 
-# ---- text -----------------------------------------------------------------------------------------
+# ---- text
 
 
-def validation_report(path: Path | None = None, worst: int = 8) -> tuple[list[str], list[Tested]]:
+def validation_report(
+    path: Path | None = None, worst: int = 8
+) -> tuple[list[str], list[Prediction]]:
     """The lines of `make plan-check`, for our rows or for those of a file. Raises UserError."""
     own, refused = usable(read(PUBLISHED / "throughput.csv"))
     if path is None:
-        tests, title = tested_blind(own), "published runs, each family predicted without itself"
+        tests, title = predict_blind(own), "published runs, each family predicted without itself"
     else:
         runs, refused = usable(read(path))
         families = {run.family for run in runs}
-        tests = tested(runs, [run for run in own if run.family not in families])
+        tests = predict_runs(runs, [run for run in own if run.family not in families])
         title = f"{path}, predicted with constants fitted on our rows of other families"
     lines = [title, *refused_lines(refused), ""]
     if not tests:
@@ -159,7 +162,7 @@ def refused_lines(refused: dict[str, int]) -> list[str]:
     return lines + [f"  {count:4} {reason}" for reason, count in sorted(refused.items())]
 
 
-def speed_lines(tests: Sequence[Tested]) -> list[str]:
+def speed_lines(tests: Sequence[Prediction]) -> list[str]:
     """Errors of tokens/s: by family, GPU and engine, and in all."""
     head = ["tokens/s of", "rows", "median", "90 %", "bias", "in range", "constant MFU", ""]
     rows = [head]
@@ -184,7 +187,7 @@ def speed_lines(tests: Sequence[Tested]) -> list[str]:
     ]
 
 
-def speed_row(name: str, tests: Sequence[Tested], mark: str) -> list[str]:
+def speed_row(name: str, tests: Sequence[Prediction], mark: str) -> list[str]:
     """One row of the table."""
     if not tests:
         return [name, "0", "", "", "", "", "", mark]
@@ -199,7 +202,7 @@ def speed_row(name: str, tests: Sequence[Tested], mark: str) -> list[str]:
     ]  # fmt: skip
 
 
-def worst_lines(tests: Sequence[Tested], count: int) -> list[str]:
+def worst_lines(tests: Sequence[Prediction], count: int) -> list[str]:
     """The rows with the largest errors, and what makes them hard."""
     rows = []
     for test in sorted(tests, key=lambda test: -abs(math.log1p(test.error)))[:count]:
@@ -207,7 +210,7 @@ def worst_lines(tests: Sequence[Tested], count: int) -> list[str]:
     return [table(rows)]
 
 
-def why_hard(test: Tested) -> str:
+def why_hard(test: Prediction) -> str:
     """The parts of a prediction that are least certain, largest first."""
     reasons = []
     if not test.run.job.engine.is_calibrated:
@@ -263,7 +266,9 @@ def bubble_lines() -> list[str]:
         group = [error for name, error in errors if is_of(name)]
         if group:
             largest, (_, high) = max(group, key=abs), quantiles(group)
-            rows.append([shown, str(len(group)), f"{100 * largest:+.1f} points", f"{100 * high:.1f}"])
+            rows.append(
+                [shown, str(len(group)), f"{100 * largest:+.1f} points", f"{100 * high:.1f}"]
+            )
     return [table(rows)]
 
 

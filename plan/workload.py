@@ -88,7 +88,9 @@ class Profile:
     sum_bytes: int = 4  # bytes of a summed gradient: 4 = fp32
     logit_bytes: int = 10  # bytes alive per logit at the loss
     is_chunked: bool = False  # the loss never holds all logits
-    is_blocking: bool = False  # pipeline messages stand between passes (DeepSpeed's pipeline engine)
+    is_blocking: bool = (
+        False  # pipeline messages stand between passes (DeepSpeed's pipeline engine)
+    )
 
 
 ENGINES = {
