@@ -12,9 +12,9 @@ from recipes.schema import UserError
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_name():
-    with pytest.raises(UserError, match="gpu=H100-SMX is not in .*H100-SXM"):
+    with pytest.raises(UserError, match=r"gpu=H100-SMX is not in .*H100-SXM"):
         machine_of("H100-SMX")
-    with pytest.raises(UserError, match="cluster.gpu is not set"):
+    with pytest.raises(UserError, match=r"cluster.gpu is not set"):
         machine_for(compose("tiny", []).recipe)
 
 
