@@ -21,7 +21,7 @@ from base.errors import UserError
 from base.values import read_ranks
 from plan.choose import FREE, compose_free, given_knobs, tokens_of
 from plan.explanation import explained, plain, report, versus
-from plan.pictures import draw_plan
+from plan.drawings import draw_plan
 from plan.recipe_jobs import machine_for
 from plan.search import confirmed, search
 

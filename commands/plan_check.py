@@ -4,7 +4,8 @@
     python -m commands.plan_check --rows other.csv     # other published runs in the same columns
     python -m commands.plan_check --runs "a b"         # your own runs: predicted beside measured
 
-Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured.
+Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured; CURVES=file.svg
+draws the scaling of 7b and 70b.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from base.command_line import Parser, carry_out
 from plan.constants import FITTED, Constants
 from plan.own_runs import own_runs_report
-from plan.pictures import draw_scatter
+from plan.drawings import draw_scatter
+from plan.scaling import draw_scaling
 from plan.validation import validation_report
 
 
@@ -26,11 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", default="", help="a CSV file with the columns of our own")
     parser.add_argument("--runs", default="", help="names of runs under runs/")
     parser.add_argument("--picture", default="", help="write an SVG picture to this file")
+    parser.add_argument("--curves", default="", help="write the scaling of 7b and 70b to this file")
     options = parser.parse_args(arguments)
 
     def act() -> int:
         if options.runs:
             print("\n".join(own_runs_report(options.runs.split())))
+            return 0
+        if options.curves:
+            draw_scaling(Path(options.curves))
             return 0
         lines, tests = validation_report(Path(options.rows) if options.rows else None)
         print("\n".join([*lines, *constant_lines()]))

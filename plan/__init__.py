@@ -17,7 +17,8 @@ ranges.py           the range around a predicted speed
 explanation.py      what was found, as text and as plain values
 choose.py           knobs that say auto
 compute_budget.py   the best size and tokens for a number of FLOPs
-pictures.py         SVG pictures of a plan, of the validation, of scaling
+drawings.py         SVG pictures of a plan, of the validation, of scaling
+scaling.py          speed of 7b and 70b from 8 to 4,096 GPUs
 published_rows.py   rows of published runs as jobs
 fit.py              fits the constants marked as fitted
 validation.py       predictions against published runs
