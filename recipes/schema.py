@@ -201,6 +201,45 @@ class Cluster:
         above=0,
         high=1e6,
     )
+    gpu: str | None = knob(
+        None, "name of the GPU in plan/published/gpus.csv, whose data sheet the planner uses"
+    )
+    matmul_tflops: float | None = knob(
+        None,
+        "what a large matrix product reaches alone, for the planner; null = data sheet",
+        unit="TFLOP/s",
+        above=0,
+        high=1e6,
+    )
+    memory_gib: float | None = knob(
+        None, "memory of one GPU; null = data sheet", unit="GiB", above=0, high=1e6
+    )
+    memory_gb_s: float | None = knob(
+        None, "memory bandwidth of one GPU; null = data sheet", unit="GB/s", above=0, high=1e7
+    )
+    link_gb_s: float | None = knob(
+        None,
+        "one direction of one GPU's links inside the scale-up domain; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    domain: int | None = knob(
+        None, "GPUs that the fast links join; null = data sheet, or one host", low=1, high=2**20
+    )
+    nic_gb_s: float | None = knob(
+        None,
+        "one direction of the network, per GPU; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    price_per_hour: float | None = knob(
+        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+    )
+    calibration: str | None = knob(
+        None, "file that `make calibrate` wrote: the planner uses its rates instead"
+    )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
