@@ -1,9 +1,9 @@
-"""A rank without torch that keeps the record of a run as rank 0 does, and ends as it is told.
+"""A rank without torch that writes the record of a run like rank 0 and ends as PLAN says.
 
-    life_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each attempt [newest step, saved step,
-    ending]
+    attempt_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each attempt
+                                           [newest step, saved step, ending]
 
-ENDING: an exit status, `kill`, `oom` (words of torch), `wait`, `vanish` (before anything begins),
+ENDING: an exit status, `kill`, `oom` (with torch's message), `wait`, `vanish` (before the start),
 `stop` (by the health policy, with a bundle of its own).
 """
 
