@@ -9,7 +9,7 @@ Units: tokens, windows of `window_tokens`, epochs (passes over all windows of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +157,19 @@ def twins(corpora: Mapping[str, Corpus]) -> list[str]:
     ]
 
 
+def different_ends(corpora: Mapping[str, Corpus]) -> list[str]:
+    """A warning where corpora end their documents with different ids."""
+    ends = {uid: corpus.eod_id for uid, corpus in corpora.items()}
+    if len(set(ends.values())) < 2:
+        return []
+    shown = ", ".join(f"{uid}: {eod_id}" for uid, eod_id in ends.items())
+    return [
+        f"data.sources end their documents with different ids ({shown}): the model learns each of "
+        "them as an end, and an export names that of the first; build them with one end token "
+        "(eod=...)"
+    ]
+
+
 def _window_problems(window_tokens: int, seq_len: int) -> list[str]:
     if window_tokens % seq_len == 0:
         return []
@@ -200,24 +213,39 @@ def _same_corpus_problems(corpora: Mapping[str, Corpus]) -> list[str]:
 
 
 def _tokenizer_problems(data: Data, corpora: Mapping[str, Corpus], root: Path) -> list[str]:
+    """Corpora that another tokenizer made than `data.tokenizer`, or than the first corpus's.
+
+    The end token that a corpus chose is no part of its tokenizer (see `different_ends`).
+    """
     problems = []
-    made_with = {uid: corpus.tokenizer_fingerprint for uid, corpus in corpora.items()}
+    recorded = {uid: corpus.tokenizer_fingerprint for uid, corpus in corpora.items()}
     if data.tokenizer:
         try:
-            wanted = load_tokenizer(root / data.tokenizer).fingerprint()
+            wanted = load_tokenizer(root / data.tokenizer, needs_end=False)
         except UserError as error:
             return error.problems
         problems += [
-            f"data.tokenizer={data.tokenizer} has the fingerprint {wanted[:16]}, "
-            f"data.sources.{uid} was made with {str(found)[:16]}; name the tokenizer of the "
-            "corpus, or tokenize the text again"
-            for uid, found in made_with.items()
-            if found != wanted
+            f"data.tokenizer={data.tokenizer} has the fingerprint {wanted.fingerprint()[:16]}, "
+            f"data.sources.{uid} was made with {str(recorded[uid])[:16]}; name the tokenizer of "
+            "the corpus, or tokenize the text again"
+            for uid, corpus in corpora.items()
+            if not corpus.is_made_with(wanted)
         ]
-    if len(set(made_with.values())) > 1:
-        made = ", ".join(f"{uid}: {str(found)[:16]}" for uid, found in made_with.items())
+    if len(set(recorded.values())) > 1 and not _are_made_alike(list(corpora.values())):
+        made = ", ".join(f"{uid}: {str(found)[:16]}" for uid, found in recorded.items())
         problems.append(
             f"data.sources were made with different tokenizers ({made}), so equal ids mean "
             "different text; tokenize them with one"
         )
     return problems
+
+
+def _are_made_alike(corpora: Sequence[Corpus]) -> bool:
+    """True where the tokenizer stored with the first corpus made all of them."""
+    if any(corpus.tokenizer_fingerprint is None for corpus in corpora):
+        return False
+    try:
+        first = load_tokenizer(corpora[0].tokenizer_folder, needs_end=False)
+    except UserError:
+        return False
+    return all(corpus.is_made_with(first) for corpus in corpora)

@@ -38,6 +38,7 @@ from data.stream.sources import (
     SourceUse,
     check_epochs,
     check_updates,
+    different_ends,
     num_windows,
     open_sources,
     twins,
@@ -322,7 +323,8 @@ class Stream:
             self._evaluation_set(eval_tokens)
         check_updates(self.skips, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
-        notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
+        by_uid = dict(zip(self.uids, self.corpora, strict=True))
+        notes += twins(by_uid) + different_ends(by_uid)
         return notes + check_epochs(self.usage(steps), steps)
 
     def _part(self, step: int, data_step: int, *place: int) -> _Part:

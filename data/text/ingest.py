@@ -102,7 +102,8 @@ class _Build:
         self.settings, self.workers, self.log = settings, workers, log
         self.work = out.parent / f".{out.name}.work"
         self.folder = self.work / "corpus"
-        self.fingerprint = tokenizer.fingerprint()
+        # The end id is in every document, and no part of the tokenizer's fingerprint.
+        self.fingerprint = f"{tokenizer.fingerprint()}-{tokenizer.eod_id}"
         self.units = plan_units(files, settings.document)
         self.engine = "tokenizers"
 
