@@ -21,12 +21,12 @@ from base.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
-from conftest import write_short_documents
 from layout_cases import BF16_BOUND, Case, every
 from layout_worker import EVAL_TOKENS, recipe_of
 from parity_worker import STEPS
 from plain_loop import plain_loop, relative
 from ranks import run_command
+from short_documents import write_short_documents
 
 PER_LAUNCH = 16  # cases: a launch costs ten seconds, and one that hangs costs its limit
 LIMIT_S = 900

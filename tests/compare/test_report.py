@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 
 from base.errors import UserError
+from base.units import MIB
 from checkpoint import lineage
 from commands import compare, profile
 from compare import pictures, report, results, runner, tensorboard_pages
@@ -31,13 +32,10 @@ from recipes.compose import compose, recipe_yaml
 from record import history
 from record.records import read_metrics
 from record.resuming import left_behind
-from runtime.log.metrics import MetricsWriter, summary
+from runtime.log.metrics import MetricsWriter, StepNumbers, summary
 from runtime.monitor.clock import StepTimes
 from runtime.monitor.profiling import NoProfiler, profiler_of
 from runtime.resolve import resolve
-
-MIB = 2**20
-
 
 # ---- why a run failed
 
@@ -91,16 +89,18 @@ def make_run(tmp_path):
         for step, step_s in enumerate(seconds, start=1):
             tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
             writer.step(
-                step,
-                loss=9.0 - step if losses is None else losses[step - 1],
-                grad_norm=1.0,
-                lr=1e-3,
-                tokens=schedule.tokens_after(step),
-                tokens_per_step=tokens,
-                targets=tokens,
-                times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
-                accumulation=2,
-                communication_bytes=sent,
+                StepNumbers(
+                    step,
+                    loss=9.0 - step if losses is None else losses[step - 1],
+                    grad_norm=1.0,
+                    lr=1e-3,
+                    tokens=schedule.tokens_after(step),
+                    tokens_per_step=tokens,
+                    targets=tokens,
+                    times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
+                    accumulation=2,
+                    communication_bytes=sent,
+                )
             )
             ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
                           f"-{step}", tokens=tokens, targets=tokens, sources={})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rewinding: one line decides, nothing is moved, what was abandoned never comes back in silence."""
+"""record/history.py: a rewind is one line, moves nothing, and abandoned steps never come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run goes on: never at step 0 in silence, never with another order of the data."""
+"""record/resuming.py: a run never starts at step 0 in silence, nor with another order of data."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from checkpoint.load.choosing import best, removable, verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from record.records import read_events, record_event
-from runtime.log.rank0_record import Record
+from runtime.log.rank0_record import RunRecord
 
 WORLD = 3
 FILES = ["MANIFEST.json", "rank-00000.bin", "rank-00001.bin", "rank-00002.bin", "rank-00001.json"]
@@ -177,7 +177,7 @@ def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
     loaded = SimpleNamespace(
         damaged=[(newest, problems)], unnamed=["x.pt"], step=1, seconds=1.0, bytes=1
     )
-    Record.resumed(record, loaded, [])
+    RunRecord.resumed(record, loaded, [])
     events = read_events(tmp_path, "damaged_checkpoint")
     assert {one["damage"] for one in events} == {"flipped", "missing"} <= set(KINDS)
     assert all(one["damage"] != "flipped" or "rank-00000.bin" in str(one) for one in events)

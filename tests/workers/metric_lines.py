@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.log.metrics import MetricsWriter
+from runtime.log.metrics import MetricsWriter, StepNumbers
 from runtime.monitor.clock import StepTimes
 
 
@@ -25,4 +25,4 @@ def write_step(writer: MetricsWriter, step: int, **changes) -> dict:
         times=StepTimes(step_s=0.5, is_first=step == 1),
         accumulation=1,
     )
-    return writer.step(step, **(fields | changes))
+    return writer.step(StepNumbers(step, **(fields | changes)))
