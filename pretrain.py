@@ -33,16 +33,17 @@ from base.errors import Shared, UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.values import counted
-from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
 from checkpoint.load.restoring import Loaded, load
+from checkpoint.save.interval import is_due
 from checkpoint.save.lease import Lease
-from data.stream.collect import LEDGER_EVERY, Collector
+from data.stream.collect import LEDGER_EVERY, LedgerCollector
 from data.stream.ledger import Ledger
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, Stream, open_stream
@@ -105,12 +106,12 @@ class Run:
     folder: Path
     process: process.Process
     engine: Engine
-    ranks: Ranks  # for checkpoints, beside training's own group
+    ranks: RankComm  # for checkpoints, beside training's own group
     lease: Lease | None  # rank 0's right to write the run
     saver: Saver
     loaded: Loaded | None
     origin: str | None  # where the weights of step 0 came from, where it was not chance
-    changes: list[Change]
+    changes: list[RecipeChange]
     warnings: list[str]
     counter: Counter | None  # of communication, where the recipe asks for it
 
@@ -146,7 +147,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
-    ranks = Ranks()
+    ranks = RankComm()
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         say_finished(recipe, stands.step, resolved.total_steps)
@@ -258,7 +259,7 @@ def loop(run: Run, record: RunRecord | None) -> int:
     recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
     layout, last_step = resolved.layout, resolved.last_step
     hardware = Hardware(recipe.hardware, layout, me, run.after_step)
-    collector = Collector(
+    collector = LedgerCollector(
         record.ledger if record else None,
         lambda own: gather_hashes(own, me.device),
         LEDGER_EVERY,
@@ -298,7 +299,7 @@ def loop(run: Run, record: RunRecord | None) -> int:
                 result = untrained(data.num_tokens, me.device)
             sent = bytes_by_kind(run.counter.take()) if run.counter else None
             val_loss = None
-            if run.held_out and (step == last_step or is_due(step, recipe.eval_every)):
+            if run.held_out and is_due(step, recipe.eval_every, last_step):
                 with profiler.phase("eval"):
                     val_loss = engine.evaluate(
                         to_device(batch, me.device) for batch in HEART.each(run.held_out)
@@ -373,11 +374,6 @@ def health_monitor_of(run: Run) -> HealthMonitor:
         rewinds_by_policy(run.folder, run.ranks),
         is_changed=any(change.treatment == "deliberate" for change in run.changes),
     )
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something done every `every` steps is done after `step`; 0 = never."""
-    return every > 0 and step % every == 0
 
 
 def evaluation_batches(

@@ -38,7 +38,7 @@ from benchmarks.processes import ROOT
 from benchmarks.report import paired_ratios, quartiles, spread
 from benchmarks.step import commit, machine
 from benchmarks.workload import LR, Workload, count_targets, micro_batches, recipe_of, resolved_of
-from checkpoint.comm import Comm, Ranks
+from checkpoint.comm import Comm, RankComm
 from checkpoint.format.state import RunState, random_states
 from checkpoint.load.choosing import drop_from_cache
 from checkpoint.load.restoring import load
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     health = {"skips_in_a_row": 0, "skipped_steps": 0}
     recorded = dataclasses.asdict(recipe)
     state = RunState(1, work.tokens, 1, recipe.seed, recorded, data, health=health)
-    ranks = Ranks(timeout_s=TIME_LIMIT_S)
+    ranks = RankComm(timeout_s=TIME_LIMIT_S)
     turns: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
     for number in range(options.repeats + 1):
         for letter, (name, contender) in zip("abcd", CONTENDERS.items(), strict=True):
@@ -201,7 +201,7 @@ def beside(engine: Engine, state: RunState, ranks: Comm, folder: Path) -> Iterat
 @functools.cache
 def background() -> Background:
     """The Background of all rounds, whose buffers are made once. A collective at its first call."""
-    return Background(Ranks(timeout_s=TIME_LIMIT_S))
+    return Background(RankComm(timeout_s=TIME_LIMIT_S))
 
 
 def deepspeed(engine: Engine, state: RunState, ranks: Comm, folder: Path) -> Iterator[None]:

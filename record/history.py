@@ -32,7 +32,7 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
 from checkpoint.format.state import RunState
 from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
-from checkpoint.load.allowed_changes import ABSENT, Change
+from checkpoint.load.allowed_changes import ABSENT, RecipeChange
 from recipes.schema import Data
 
 EFFECTS = ("advance", "no_update")  # effects of a skip, as in the recipe's data.skip
@@ -60,7 +60,7 @@ def begin(folder: Path, init_from: str | None, after_step: int = 0) -> int:
     return rewind(folder, after_step, None, why, "resume")["segment"]
 
 
-def overrides(folder: Path, changes: Iterable[Change], after_step: int) -> None:
+def overrides(folder: Path, changes: Iterable[RecipeChange], after_step: int) -> None:
     """Record deliberate changes of knobs that are in force from the step after `after_step`."""
     segment = lineage(read(folder)).segment
     for change in changes:

@@ -23,15 +23,15 @@ from typing import Any
 
 from base.errors import Shared
 from base.values import counted
-from checkpoint.comm import Comm, Ranks
+from checkpoint.comm import Comm, RankComm
 from checkpoint.format.manifest import folder_name
 from checkpoint.format.state import RunState, random_states
-from checkpoint.load.choosing import Keep
 from checkpoint.save import replicas
 from checkpoint.save.background import WAITS, Background
-from checkpoint.save.commit import SaveReport, due, save
-from checkpoint.save.interval import Cost, Pace
+from checkpoint.save.commit import SaveReport, save
+from checkpoint.save.interval import Cost, Pace, is_due
 from checkpoint.save.lease import Lease
+from checkpoint.save.retention import Keep
 from recipes.schema import Recipe
 from record import run_folder
 from record.heartbeat import HEART
@@ -98,7 +98,7 @@ class Saver:
             self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
         self.background = None
         if self.wanted.mode == "async":
-            self.background = Background(Ranks(PATIENCE_S))
+            self.background = Background(RankComm(PATIENCE_S))
         self._in_flight: int | None = None  # as all ranks agree; one's own may have ended
         self._is_alarmed = False
         self._report: SaveReport | None = None  # of the newest save that ended or was left out
@@ -120,9 +120,9 @@ class Saver:
         """Whether a save follows update `step`; `is_asked` = the run ends early after it. A trial
         that saves nothing (no interval, `at_end` false) does not save then either."""
         if self.pace:
-            planned = step == self.last_step or step >= self.pace.next
+            planned = self.pace.is_due(step, self.last_step)
         else:
-            planned = due(step, self.wanted.interval, self.last_step)
+            planned = is_due(step, self.wanted.interval, self.last_step)
         keeps = self.wanted.at_end or self.wanted.interval != 0
         return planned or (is_asked and keeps)
 

@@ -1,12 +1,11 @@
-"""The ledger: for each step, which samples it trained on and the hash of the global batch.
-Append-only JSON lines.
+"""The ledger: the samples of each step and the hash of its global batch, as append-only JSON lines.
 
     runs/<run>/ledger/steps.jsonl     {"step": 1, "data_step": 0, "samples": [0, 8], ...}
 
-Its one rule: a line says what was trained on, independent of the layout that did it. The batch hash
-is xxh3-64 over the samples' hashes in batch order; a sample's hash is xxh3-64 over its window's ids
-as little-endian int32, whatever the storage width. A last line that was torn by a kill is ignored
-when read and cut off before the next append.
+Rule: a line records what was trained on, independent of the layout that did it. The batch hash is
+xxh3-64 over the samples' hashes in batch order; a sample's hash is xxh3-64 over its window's ids as
+little-endian int32, whatever the storage width. A last line that was torn by a kill is ignored when
+read and cut off before the next append.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def in_batch_order(hashes: np.ndarray) -> np.ndarray:
 class Ledger:
     """Appends step lines to `folder`; one process of a run writes it.
 
-    `after_step` is the step this process goes on from in `segment`: lines of that segment past it
-    are removed, because those steps are trained again. Those of segments before it stay.
+    `after_step` is the step this process continues from in `segment`: later lines of that segment
+    are removed, because those steps are trained again. Lines of earlier segments stay.
     """
 
     def __init__(self, folder: Path, after_step: int | None = None, segment: int = 0):
@@ -81,10 +80,10 @@ class Ledger:
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
-        data_step defaults to step - 1, which holds until a range of data is skipped; segment to the
-        ledger's. What is not as
-        usual is added: `update` false, targets that masks took, samples in quarantine, the
-        fingerprint of the skip list, the length that sequences were cut to.
+        data_step defaults to step - 1, which holds until a range of data is skipped; segment
+        defaults to the ledger's. Unusual facts are added: `update` false, the number of targets
+        that masks took away, samples in quarantine, the fingerprint of the skip list, the length
+        that sequences were cut to.
         """
         line = {
             "step": step,
@@ -116,7 +115,7 @@ class Ledger:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """The last call."""
+        """Make all lines durable and close the file."""
         self.sync()
         os.close(self._fd)
 
@@ -138,7 +137,7 @@ def read_ledger(folder: Path) -> Iterator[dict]:
 
 
 def _parsed(line: bytes) -> dict | None:
-    """What a line says; None where it is damaged."""
+    """Fields of a line; None where it is damaged."""
     try:
         values = json.loads(line)
     except ValueError:

@@ -1,13 +1,13 @@
-"""The batch schedule: how many sequences step N trains on, which, and in how long pieces. Constant
-or piecewise constant, by prefix sums.
+"""The batch schedule: the sequences that step N trains on, and the length at which the model sees
+them. Constant or piecewise constant, computed by prefix sums.
 
-Its one rule: everything is a function of the step, so a ramp never starts over. Step N >= 1 is the
-N-th update of the weights; it uses data step d = N - 1 and the sequences [a, b) of the order.
+Rule: everything is a function of the step, so a ramp never starts over. Step N >= 1 is the N-th
+update of the weights; it uses data step d = N - 1 and the sequences [a, b) of the order.
 
 A warm-up of the sequence length (`seq_len_warmup`) moves no token: batches, micro-batches and their
 order are those of sequences of `seq_len` tokens, which are cut into equal parts for the model.
 
-Units: users give tokens per step (`batch_tokens`); here it becomes sequences of `seq_len` tokens.
+Units: users give tokens per step (`batch_tokens`); here they become sequences of `seq_len` tokens.
 """
 
 from __future__ import annotations

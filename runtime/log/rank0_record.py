@@ -21,7 +21,7 @@ import torch
 
 from base.errors import UserError
 from checkpoint.format.epochs import Fenced
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.save.commit import SaveReport
 from data.stream.ledger import Ledger
 from model.cost import flops_per_token
@@ -161,7 +161,7 @@ class RunRecord:
                     self.alert(one.kind, one.text, **facts)
                     self.writer.card(facts["step"], one.kind, one.text)
 
-    def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
+    def resumed(self, loaded: Any, changes: Iterable[RecipeChange]) -> None:
         """Record from which checkpoint this attempt goes on, and which knobs differ from it."""
         for path, problems in loaded.damaged:
             for kind in sorted({problem.kind for problem in problems}):

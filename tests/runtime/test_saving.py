@@ -64,11 +64,11 @@ class FakeStream:
 def run_savers(folder: Path, words: list[str], action, monkeypatch):
     """[what action(saver, what was told so far, engine) returned or raised, by rank].
 
-    Each writer gets a world of thread-ranks of its own, as `Ranks` is a group of its own.
+    Each writer gets a world of thread-ranks of its own, as `RankComm` is a group of its own.
     """
     recipe = compose("tiny", words).recipe
     beside, own = Threads(WORLD), threading.local()
-    monkeypatch.setattr(saving, "Ranks", lambda timeout_s: ThreadRank(own.rank, beside))
+    monkeypatch.setattr(saving, "RankComm", lambda timeout_s: ThreadRank(own.rank, beside))
     resolved = SimpleNamespace(last_step=LAST, layout=SimpleNamespace(as_dict=dict))
 
     def one(comm):

@@ -20,9 +20,10 @@ from checkpoint.format.blocks import KINDS, Damaged, Problem
 from checkpoint.format.epochs import Fenced
 from checkpoint.format.manifest import committed
 from checkpoint.load import choosing
-from checkpoint.load.choosing import best, removable, verify
+from checkpoint.load.choosing import verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep, best, removable
 from record.records import read_events, record_event
 from runtime.log.rank0_record import RunRecord
 
@@ -209,7 +210,7 @@ def test_the_best_checkpoint_is_the_lowest_validation_loss_without_a_skipped_ste
 
 
 def test_the_best_one_stays_and_what_is_newer_than_the_verified_one_does_not_count():
-    keep = choosing.Keep(newest=2, every=10)
+    keep = Keep(newest=2, every=10)
     assert removable([1, 2, 3, 4], keep, 4, healthiest=2) == [1]
     assert removable([1, 2, 3, 10, 11, 12], keep, 12) == [1, 2, 3]
     # 90 and 95 are of a segment that was left: they do not push the run's own out.
@@ -223,7 +224,7 @@ def test_a_run_keeps_its_healthiest_checkpoint(tmp_path):
         values = state(loss, skipped=step == 4)
 
         def one(comm, ranks=ranks, step=step, values=values):
-            keep = choosing.Keep(newest=1)
+            keep = Keep(newest=1)
             return save(tmp_path, step, ranks[comm.rank], values, comm, keep=keep)
 
         assert all(report.ok for report in run_threads(2, one))

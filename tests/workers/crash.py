@@ -30,11 +30,12 @@ from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.comm import Alone
 from checkpoint.format.manifest import committed
-from checkpoint.load.choosing import Keep, set_aside, verify
+from checkpoint.load.choosing import set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save import lease
 from checkpoint.save.background import Background
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from data.stream.ledger import Ledger, read_ledger
 
 WORLD, LAST, INTERVAL, BATCH = 3, 6, 2, 8

@@ -18,7 +18,7 @@ import torch
 from parity_worker import SEQ_LEN, tiny_recipe
 from pipeline_worker import Run
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from checkpoint.save.replicas import Drift, Replica, differing, locate, summary
@@ -56,13 +56,13 @@ def train(run: Run, first: int, last: int) -> list[float]:
     return [float(run.step(step).loss) for step in range(first, last + 1)]
 
 
-def save_to(folder: Path, run: Run, ranks: Ranks) -> None:
+def save_to(folder: Path, run: Run, ranks: RankComm) -> None:
     state: dict[str, Any] = {"step": SAVED, "recipe": dataclasses.asdict(run.recipe)}
     report = save(folder, SAVED, run.engine.fragments(), state, ranks)
     assert report.ok, report.problem
 
 
-def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
+def flipped(run: Run, ranks: RankComm) -> dict[str, Any]:
     """Flip a bit on the last rank in each of its groups of holders.
 
     Returns, for each group, the changed weight, the holders that differ before the change, and the
@@ -87,7 +87,7 @@ def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
     return seen
 
 
-def drifted(own: list[Replica], ranks: Ranks) -> tuple[list[str], list[Drift]]:
+def drifted(own: list[Replica], ranks: RankComm) -> tuple[list[str], list[Drift]]:
     differ = differing(ranks.exchange(summary(own), "summary"))
     return differ, locate(own, differ, ranks)
 
@@ -98,7 +98,7 @@ def main(out: Path, corpus: Path, folder: Path) -> None:
     ranks = None
     for name in LAYOUTS:
         run = Run(recipe_of(name, corpus))
-        ranks = ranks or Ranks()
+        ranks = ranks or RankComm()
         seen["before"][name] = train(run, 1, SAVED)
         save_to(folder / name, run, ranks)
         seen["flipped"][name] = flipped(run, ranks)

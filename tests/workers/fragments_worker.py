@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkpoint import fragments as owned
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from runtime.process import process
@@ -91,7 +91,7 @@ def train(ds, first: int, last: int) -> list[tuple[float, float]]:
     return seen
 
 
-def bits(ds, comm: Ranks) -> str:
+def bits(ds, comm: RankComm) -> str:
     """Hash of the state of all ranks, and of the weights that the forward pass uses."""
     text = hashlib.sha256()
     for fragment in owned.fragments(ds):
@@ -102,7 +102,7 @@ def bits(ds, comm: Ranks) -> str:
     return " ".join(comm.exchange(text.hexdigest(), "test"))
 
 
-def resume(setup: tuple, run: Path, comm: Ranks):
+def resume(setup: tuple, run: Path, comm: RankComm):
     """Load the save of `run` into a new engine with other weights; returns the next updates."""
     ds = build(setup, seed=99)
     owned.create_states(ds)
@@ -124,7 +124,7 @@ def main(out: Path, root: Path, setups: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    comm, world = Ranks(), dist.get_world_size()
+    comm, world = RankComm(), dist.get_world_size()
     classes, same, cross, states, curves = {}, {}, {}, {}, {}
     parameters, counts = {}, {}
     for name in setups:

@@ -22,7 +22,7 @@ from autograd_bytes import AutogradBytes
 from layout_cases import Case, parse
 from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_recipe, train
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.save.replicas import differing, summary
 from commands import show
 from commands.dryrun import activations
@@ -34,7 +34,7 @@ from runtime.engine.engine import Engine, build
 from runtime.process import process
 from runtime.resolve import resolve
 
-RANKS = functools.cache(Ranks)  # one group for all cases
+RANKS = functools.cache(RankComm)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
 WORDS = 65  # one more than the corpus uses: no even number of ranks divides it
 LAYERS = 4  # as many as the most pipeline stages

@@ -8,12 +8,12 @@ import torch
 
 from checkpoint.comm import Alone
 from checkpoint.load.choosing import at_step
-from checkpoint.load.restoring import open_source
+from checkpoint.load.restoring import open_checkpoint
 
 
 def tensors_of(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
     """Read all full tensors of a checkpoint."""
-    source = open_source(at_step(run, step, Alone()))
+    source = open_checkpoint(at_step(run, step, Alone()))
     from checkpoint.format.index import Fragment
     from checkpoint.format.rectangles import Box
 
