@@ -139,12 +139,14 @@ def knob(
     high=None,
     above=None,
     below=None,
+    kind="",
 ):
     """A dataclass field with its documentation and range.
 
-    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
+    `low <= value <= high`, `above < value < below`; `choices` are all legal texts; `kind` is the
+    type in words, where the annotation does not show it.
     """
-    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
+    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices), kind=kind)
     metadata |= dict(low=low, high=high, above=above, below=below)
     if default is REQUIRED:
         return field(metadata=metadata, kw_only=True)
