@@ -150,6 +150,19 @@ def test_shorter_sequences_keep_the_windows_that_the_order_permutes(run):
     assert stands(run, *allowed, "data.window_tokens=64").step == 4
 
 
+def test_another_training_under_the_name_of_a_run_is_named_first_with_two_ways_out(run):
+    with pytest.raises(UserError) as refused:
+        stands(run, corpora={"synthetic": "other"})
+    assert refused.value.problems[0] == (
+        "run=r: this run holds another training, with a checkpoint of step 4. To train this one"
+        " beside it, add run=NAME; to replace it, add resume=fresh"
+    )
+    assert "identity.corpora.synthetic" in refused.value.problems[1]
+    with pytest.raises(UserError) as refused:  # the same training with another rate
+        stands(run, "optim.lr=1e-4")
+    assert not any("another training" in line for line in refused.value.problems)
+
+
 def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
     for pattern in ("'*'", "'optim.*'"):
         with pytest.raises(UserError, match="allowed by name"):
