@@ -37,6 +37,7 @@ from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
+from checkpoint.load.agreement import same_listing
 from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
@@ -148,6 +149,8 @@ def prepare(arguments: list[str]) -> Run | None:
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    if recipe.resume != "fresh":
+        same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         say_finished(recipe, stands.step, resolved.total_steps)

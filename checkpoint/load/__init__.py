@@ -1,5 +1,6 @@
 """Loading: which checkpoint, what may differ from it, how it is read.
 
+agreement.py               Tells damage from files that only some ranks or hosts can see
 allowed_changes.py         Compares the recipe of a checkpoint with that of now
 choosing.py                Which checkpoints exist, which are whole, which one is resumed from
 outside_weights.py         Weights of step 0 that `init_from` names

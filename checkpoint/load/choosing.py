@@ -1,9 +1,10 @@
 """Finds the checkpoints of a run, checks them, and decides from which one to resume.
 
 Rule: rank 0 looks at the folder, and all ranks use its answer. Ranks that looked for themselves
-could see different states of a network file system and load different steps. A damaged checkpoint
-is passed over with a message. If checkpoints exist but none is whole, that is an error, never a
-start from step 0. Units: steps, bytes.
+could see different states of a network file system and load different steps. Where rank 0 finds
+damage, other hosts look as well (agreement.py). A damaged checkpoint is passed over with a message.
+If checkpoints exist but none is whole, that is an error, never a start from step 0. Units: steps,
+bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
+from checkpoint.load.agreement import second_look
 
 # Blocks of each file that a sampled check reads, beside the first and the last one.
 SAMPLE_BLOCKS = 6
@@ -122,12 +124,16 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
     collective.
     """
     checkpoints = run_folder / "checkpoints"
-    return _first_looks(
-        comm,
-        lambda: newest_whole(checkpoints, lambda path, _: verify(path, depth), below),
-        checkpoints,
-        "choice of the checkpoint",
-    )
+
+    def look() -> Choice:
+        return newest_whole(checkpoints, lambda path, _: verify(path, depth), below)
+
+    while True:
+        choice = _first_looks(comm, look, checkpoints, "choice of the checkpoint")
+        seen = {folder.name: problems for folder, problems in choice.damaged}
+        mine = seen if comm.rank == 0 else {}
+        if not second_look(comm, mine, lambda name: verify(checkpoints / name, depth), checkpoints):
+            return choice
 
 
 def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
@@ -193,17 +199,23 @@ def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Fo
     """
     checkpoints = run_folder / "checkpoints"
 
-    def look() -> Found:
+    def look() -> tuple[Path, list[Problem], Found | None]:
         steps = dict(committed(checkpoints))
         if step not in steps:
             there = ", ".join(str(one) for one in sorted(steps)) or "none"
             raise UserError(f"step={step}: {run_folder} has no such checkpoint; it has: {there}")
         problems = verify(steps[step], depth)
-        if problems:
-            raise Damaged(*problems)
-        return Found(step, steps[step], read_manifest(steps[step]))
+        found = None if problems else Found(step, steps[step], read_manifest(steps[step]))
+        return steps[step], problems, found
 
-    return _first_looks(comm, look, checkpoints, "checkpoint asked for")
+    while True:
+        folder, problems, found = _first_looks(comm, look, checkpoints, "checkpoint asked for")
+        mine = {folder.name: problems} if problems and comm.rank == 0 else {}
+        if not second_look(comm, mine, lambda name: verify(checkpoints / name, depth), checkpoints):
+            break
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
 def _first_looks(comm: Comm, look: Callable[[], Any], checkpoints: Path, what: str) -> Any:
