@@ -64,7 +64,7 @@ from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
 from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
 from runtime.health.recovery import Rewound, recover
-from runtime.log.rank0_record import Finished, Record
+from runtime.log.rank0_record import Finished, RunRecord
 from runtime.monitor.hardware import Hardware
 from runtime.monitor.profiling import profiler_of
 from runtime.process import process
@@ -245,7 +245,7 @@ def train(run: Run) -> int:
     try:
         if run.process.is_first:
             record = open_record(run)
-            run.saver.tell, run.saver.sync_record = record.tell, record.sync
+            run.saver.tell, run.saver.sync_record = record.report, record.sync
         with run.saver:  # what is in flight ends first
             return loop(run, record)
     except (UserError, OSError, KeyboardInterrupt) as error:
@@ -257,7 +257,7 @@ def train(run: Run) -> int:
             run.lease.release()
 
 
-def loop(run: Run, record: Record | None) -> int:
+def loop(run: Run, record: RunRecord | None) -> int:
     """One turn per step; returns the exit status."""
     recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
     layout, last_step = resolved.layout, resolved.last_step
@@ -357,7 +357,7 @@ def loop(run: Run, record: Record | None) -> int:
 
 
 def leave_sick(
-    run: Run, data: StepData, health_monitor: HealthMonitor, record: Record | None
+    run: Run, data: StepData, health_monitor: HealthMonitor, record: RunRecord | None
 ) -> NoReturn:
     """End this attempt after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
@@ -397,10 +397,10 @@ def description(recipe: Recipe, resolved: Resolved) -> dict[str, str | dict]:
     }
 
 
-def open_record(run: Run) -> Record:
+def open_record(run: Run) -> RunRecord:
     """Rank 0's record of this attempt, after telling what is about to happen."""
     make_way(run.folder / LEDGER)
-    record = Record(
+    record = RunRecord(
         run.folder,
         run.recipe,
         run.resolved,

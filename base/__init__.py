@@ -13,4 +13,6 @@ table.py                   Rows of text in aligned columns, for the commands tha
 tail.py                    Lines of a file from its end: what is newest of a record costs the
 units.py                   Units of memory and time, and how a person reads them
 values.py                  What a person gave: read exactly, or refused with what is wrong
+parent_death.py            Asks the kernel for a signal when the parent process ends
+run_variables.py           Environment variables through which the launcher speaks to ranks
 """

@@ -1,18 +1,16 @@
-"""Where every second since a run's first attempt went.
+"""Goodput: the wall clock of a run since its first attempt, divided into useful and lost seconds.
 
     useful     steps whose update is in the weights    redone   steps that were trained again later,
-    evaluate   evaluations                                      taken back, or skipped
+    evaluate   evaluations                                      rewound, or skipped
     stall      training waited for a save or a batch   start    imports, joining, the first step's
     load       a checkpoint was read                            extra time
     detect     from a failure to the end of all ranks  restart  the launcher, between two attempts
-    idle       nobody ran it                           other    what nobody claims
+    idle       no launcher ran                         other    seconds of no other part
 
-The one rule: each second belongs to exactly one part, so the parts add up to the wall clock. What
-they are taken from: the `attempt` lines and saves of events.jsonl, the steps of metrics.jsonl. A
-step
-that was trained again has left no line, so what a failed attempt cannot show for is `redone`.
-Imports
-no torch. Units: seconds.
+Rule: each second belongs to exactly one part, so that the parts add up to the wall clock. They are
+computed from the `attempt` lines and saves in events.jsonl and the steps in metrics.jsonl. A step
+that was trained again has no line any more, so the time of a failed attempt for which no step
+stands on record is `redone`. Imports no torch. Units: seconds.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ PARTS = {
     "useful": "steps whose update is in the weights",
     "evaluate": "evaluations",
     "stall": "training waited for a save or a batch",
-    "redone": "steps trained again later, taken back, or skipped",
+    "redone": "steps trained again later, rewound, or skipped",
     "start": "imports, joining, the first step's extra time",
     "load": "a checkpoint was read",
     "detect": "from a failure to the end of all ranks",
     "restart": "the launcher, between two attempts",
-    "idle": "nobody ran it",
-    "other": "what nobody claims",
+    "idle": "no launcher ran",
+    "other": "seconds of no other part",
 }
 
 
@@ -97,8 +95,10 @@ def attempts_of(
 
 
 def account(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds of each part, none below 0; their sum is the time from the first begin to the last
-    end, as far as clocks let it be known."""
+    """Seconds of each part, none below 0.
+
+    Their sum is the time from the first begin to the last end, as far as the clocks allow.
+    """
     total = dict.fromkeys(PARTS, 0.0)
     usual_s = usual_step_s(attempts)
     attempts = apart(attempts)
@@ -114,9 +114,12 @@ def account(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 
 def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts, each ended where the next one begins at the latest: what two claim, because a
-    host that was cut off lived on, is the later one's. Where the next one seems to begin before
-    this one did, the clock was set back, and nothing can be taken from that."""
+    """The attempts, each one ended at the latest where the next one begins.
+
+    Two attempts can overlap because a host that was cut off ran on; the time is then the later
+    one's. Where the next one seems to begin before this one did, the clock was set back, and the
+    end stays as it is.
+    """
     found = [
         replace(attempt, ended_unix_s=min(attempt.ended_unix_s, after.began_unix_s))
         if after.began_unix_s > attempt.began_unix_s
@@ -127,9 +130,7 @@ def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
-    """Seconds of each part of one attempt. `usual_s`: a step that is not the first of an
-    attempt.
-    """
+    """Seconds of each part of one attempt. `usual_s` = a step that is not the attempt's first."""
     parts = {name: attempt.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
     parts |= dict.fromkeys(("useful", "evaluate", "redone", "other"), 0.0)
     parts["stall"] = sum(attempt.stalls_s)
@@ -144,8 +145,7 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
     rest_s = attempt.ended_unix_s - attempt.began_unix_s - sum(parts.values())
     if rest_s < 0:
         # Stamps of several clocks overlap a little. Where the clock was set back in this attempt,
-        # the
-        # seconds that were counted in it are what is known.
+        # only the seconds that were counted inside it are known.
         parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
     elif attempt.is_failure or len(attempt.lines) < attempt.num_steps:
         parts["redone"] += rest_s
@@ -155,14 +155,14 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
 
 
 def usual_step_s(attempts: Sequence[Attempt]) -> float:
-    """Median seconds of a step, the first of each attempt aside; of any where there is no other."""
+    """Median seconds of a step, without the first of each attempt where there are others."""
     every = [line for attempt in attempts for line in attempt.lines]
     steady = [line["step_s"] for line in every if not line["first_of_attempt"]]
     return statistics.median(steady or [line["step_s"] for line in every] or [0.0])
 
 
 def shares(total: Mapping[str, float]) -> dict[str, float]:
-    """Each part of the whole, 0..1."""
+    """Each part's share of the whole, 0..1."""
     whole = sum(total.values())
     return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in total.items()}
 
@@ -176,9 +176,10 @@ def series(folder: Path) -> dict[str, float]:
 
 
 def read_attempts(folder: Path, now_s: float | None = None) -> list[Attempt]:
-    """The attempts of the run in `folder`. One that goes on has lived until now; one that ended
-    with
-    nobody left to say so, until its last sign."""
+    """The attempts of the run in `folder`.
+
+    An attempt that goes on ends now; one without a line about its end ends at its last sign.
+    """
     events = read_events(folder)
     if now_s is None:
         now_s = time.time() if is_living(folder) else last_sign_s(folder, events)
@@ -191,14 +192,14 @@ def read_attempts(folder: Path, now_s: float | None = None) -> list[Attempt]:
 
 
 def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
-    """When the record was last written to."""
+    """The time of the last write to the record."""
     stamps = [unix_s(event) for event in events[-1:]]
     stamps += [p.stat().st_mtime for p in [folder / "metrics.jsonl"] if p.exists()]
     return max(stamps, default=0.0)
 
 
 def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
-    """What a step, a save and a failure cost this run, which has a step on record."""
+    """Seconds that a step, a save and a failure cost this run. It must have a step on record."""
     usual_s = usual_step_s(attempts)
     after_failure = [
         attempt for before, attempt in itertools.pairwise(attempts) if before.is_failure
@@ -217,7 +218,7 @@ def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
 
 
 def report(name: str, attempts: Sequence[Attempt]) -> tuple[str, list[list[str]]]:
-    """The account for a person: one line, and rows of a table."""
+    """The account as text: a headline, and the rows of a table."""
     total = account(attempts)
     part = shares(total)
     whole_s = sum(total.values())
@@ -238,9 +239,10 @@ def report(name: str, attempts: Sequence[Attempt]) -> tuple[str, list[list[str]]
 def advice(
     attempts: Sequence[Attempt], mtbf_s: float | None, interval: int
 ) -> tuple[str, list[list[str]]]:
-    """What the interval between saves should be: one line, and rows of a table.
+    """The best interval between saves: a headline, and the rows of a table.
 
-    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
+    `interval` = steps between saves now, 0 = none. `mtbf_s` = mean time between failures; None =
+    the run's own.
     """
     total = account(attempts)
     failures = sum(attempt.is_failure for attempt in attempts)

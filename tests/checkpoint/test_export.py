@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pieces import Payload
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_fragments import Payload
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from base.errors import UserError

@@ -1,6 +1,6 @@
 """launch/supervise.py and launch/budget.py: which attempts follow which, and what is left of each.
 
-Ranks are real processes without torch (life_worker.py), which keep a run's record.
+Ranks are real processes without torch (attempt_worker.py), which keep a run's record.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def live_through(
     Before
     an attempt begins `at_life` is told its number; `tell` hears what people are told."""
     folder = tmp_path / "run"
-    words = [str(ROOT / "tests" / "workers" / "life_worker.py"), str(folder), json.dumps(plan)]
+    words = [str(ROOT / "tests" / "workers" / "attempt_worker.py"), str(folder), json.dumps(plan)]
 
     numbers = itertools.count(1)
 

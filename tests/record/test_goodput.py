@@ -1,4 +1,4 @@
-"""record/goodput.py and forecast.py: every second once; the formula against injected failures."""
+"""record/goodput.py counts every second once; record/forecast.py agrees with injected failures."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_stamps_that_overlap_a_little_still_add_up():
         (3600, 20.0, 25.0, 3655.0),  # or forward
     ],
 )
-def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
+def test_attempts_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
     jump_s, ended, began, whole
 ):
     first = attempt(
@@ -190,7 +190,7 @@ def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_
         assert sum(total.values()) == whole
 
 
-def test_a_life_that_goes_on_lives_until_now_and_older_records_are_read():
+def test_an_attempt_that_goes_on_lives_until_now_and_older_records_are_read():
     run = Recorded(Costs(1.0, 0.0, 0.0), 10, start_s=3.0, detect_s=0.0)
     run.event("attempt", 1, BEGAN_S + 3, after_step=0, world=2)  # how older runs began an attempt
     [one] = attempts_of(run.events, [line(1, 1, 1.0)], BEGAN_S + 9)
@@ -216,7 +216,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return made
 
 
-def test_the_verb_prints_an_account_of_100_percent_and_an_interval(folder, capsys):
+def test_the_command_prints_an_account_of_100_percent_and_an_interval(folder, capsys):
     assert command.main(["mine"]) == 0
     out = capsys.readouterr().out
     assert "2 attempts, 2 failures" in out

@@ -1,4 +1,4 @@
-"""Rewinding: one line decides, nothing is moved, what was abandoned never comes back in silence."""
+"""record/history.py: a rewind is one line, moves nothing, and abandoned steps never come back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint.save.retention import Keep
 
 from base.errors import UserError
 from checkpoint.comm import Alone
@@ -20,7 +21,6 @@ from checkpoint.load import choosing
 from checkpoint.load.choosing import at_step
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
-from checkpoint.save.retention import Keep
 from commands import verify
 from recipes.compose import compose
 from record import history

@@ -1,4 +1,4 @@
-"""record/requests.py: what asks a run to end, heard once, agreed on by all ranks."""
+"""record/requests.py: requests to end a run, on which all ranks agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run goes on: never at step 0 in silence, never with another order of the data."""
+"""record/resuming.py: a run never starts at step 0 in silence, nor with another order of data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_threads import run_threads
 from small_corpora import counting_document, stream_of, write_corpus
-from threads import run_threads
 
 from base.errors import UserError
 from checkpoint.comm import Alone

@@ -1,4 +1,4 @@
-"""The shape of the repository: who imports whom, how long things are, a README that is true."""
+"""Rules of the repository: imports, lengths, places of tests, and the maps in README and rooms."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_folder_holds_few_files_and_a_file_name_stands_for_one_thing():
 
 
 def test_tests_stand_where_what_they_test_stands():
-    """tests/<room>/test_<module>.py, or test_<module>_<what of it>.py; whole runs are apart."""
+    """Tests are tests/<room>/test_<module>.py or test_<module>_<part>.py, except whole runs."""
     wrong = []
     for path in (ROOT / "tests").rglob("test_*.py"):
         folder = path.parent.relative_to(ROOT / "tests")
@@ -118,7 +118,7 @@ def test_the_launcher_starts_without_torch():
 
 
 def test_the_run_chooses_its_device_before_deepspeed_does():
-    """DeepSpeed takes the GPU of a host at its first import, whatever the recipe says later."""
+    """DeepSpeed takes a GPU at its first import, even where the recipe chooses the CPU."""
     code = "import sys, pretrain; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -157,7 +157,7 @@ def test_the_readme_maps_every_room_and_each_room_its_files():
     assert not missing
 
 
-def test_the_readme_table_of_verbs_is_the_makefiles():
+def test_the_readme_table_of_commands_is_the_makefiles():
     readme = (ROOT / "README.md").read_text()
     table = dict(re.findall(r"^\| `make ([a-z-]+)[^`]*` \| `([\w.]+)` \|", readme, re.MULTILINE))
     assert table == commands_of_make()
@@ -169,5 +169,24 @@ def test_no_text_points_outside_the_project():
         for path in [*sources(), ROOT / "README.md", ROOT / "Makefile"]
         if re.search(r"shared/(design|cases|prototypes)", path.read_text())
         and path.name != "test_structure.py"
+    ]
+    assert not wrong
+
+
+def test_what_many_need_is_spelt_once():
+    """Names of our environment variables, and the call that ties a process to its parent."""
+    homes = {
+        "PRETRAIN_[A-Z]+": "base/run_variables.py",
+        r"PR_SET_PDEATHSIG\s*=|prctl\(1,": "base/parent_death.py",
+        r"O_DIRECTORY|def sync_folder": "base/durable.py",
+        r"^\w*(GIB|MIB)\b[^=]* = (2 ?\*\*|1 <<)": "base/units.py",
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks")
+        for pattern, home in homes.items()
+        if str(path.relative_to(ROOT)) != home
+        for found in re.finditer(pattern, path.read_text(), re.MULTILINE)
     ]
     assert not wrong

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pieces import cut_flat
-from saves import steps, tensors
-from threads import ThreadRank, Threads, run_threads
+from rank_threads import ThreadRank, Threads, run_threads
+from saves_on_threads import steps, tensors
+from small_fragments import cut_flat
 
 from base.errors import Shared
 from checkpoint.format.blocks import Damaged

@@ -1,4 +1,4 @@
-"""A build that is killed goes on where it was, to the same bytes, and leaves no process behind."""
+"""A killed build of a corpus is resumed, gives the same bytes and leaves no process behind."""
 
 import os
 import signal

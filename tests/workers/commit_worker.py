@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from pieces import blank, cut_flat, full_tensors
+from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
@@ -16,7 +16,7 @@ from checkpoint.save.commit import save
 
 
 def main(out: Path, run: Path) -> None:
-    """Write what happened to `out`."""
+    """Write the results to the file `out`."""
     dist.init_process_group("gloo")
     comm = RankComm(timeout_s=3)
     fragments = cut_flat(full_tensors({"w": (9, 5)}), comm.world)[comm.rank]

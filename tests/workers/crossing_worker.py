@@ -1,9 +1,9 @@
-"""Saves under each of four layouts, loads under each other one, goes on; run by test_crossing.py.
+"""Saves under each of four layouts and resumes under each other one; run by test_crossing.py.
 
     torchrun crossing_worker.py OUT.json CORPUS FOLDER
 
-Writes the losses of each pair, which runs below FOLDER hold the same state, and what is said of a
-bit that flips in a weight of the last rank.
+Writes the losses of each pair, which runs below FOLDER hold the same state, and what is found when
+a bit flips in a weight of the last rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
 
 
 def recipe_of(name: str, corpus: Path) -> Recipe:
-    """Tied, and a vocabulary that two tensor ranks cannot share evenly."""
+    """Recipe with tied weights and a vocabulary that two tensor ranks cannot share evenly."""
     stage, axes = LAYOUTS[name]
     recipe = tiny_recipe(
         corpus,
@@ -63,8 +63,11 @@ def save_to(folder: Path, run: Run, ranks: RankComm) -> None:
 
 
 def flipped(run: Run, ranks: RankComm) -> dict[str, Any]:
-    """Of each group of holders that the last rank is in: the weight that is spoiled there, and the
-    first weight and the ranks that are found. Before: holders that differ without that."""
+    """Flip a bit on the last rank in each of its groups of holders.
+
+    Returns, for each group, the changed weight, the holders that differ before the change, and the
+    weight and ranks that are found.
+    """
     own = run.engine.replicas()
     last = {replica.holders: replica for replica in own}
     seen: dict[str, Any] = {"before": drifted(own, ranks)[0], "found": {}, "holders": {}}

@@ -1,5 +1,5 @@
-"""Trains a tiny model under several ZeRO stages and precisions, saves in the middle, goes on from
-what was saved - here and by earlier launches - and writes what it saw.
+"""Trains a tiny model under several ZeRO stages and precisions, saves in the middle, resumes from
+its own saves and those of earlier launches, and writes the results.
 
     torchrun ... fragments_worker.py out.json folder setup,setup,...
 
@@ -39,7 +39,7 @@ SETUPS = FP32 | BF16 | SGD
 
 
 def build(setup: tuple, seed: int):
-    """A DeepSpeed engine over weights of `seed`."""
+    """Build a DeepSpeed engine with weights of `seed`."""
     stage, bf16, accumulation, optimizer = setup
     torch.manual_seed(seed)
     shape = dict(hidden_size=20, intermediate_size=28, num_hidden_layers=1, vocab_size=VOCAB)
@@ -72,7 +72,7 @@ def build(setup: tuple, seed: int):
 
 
 def train(ds, first: int, last: int) -> list[tuple[float, float]]:
-    """Updates first .. last; (loss of the global batch, gradient norm) of each."""
+    """Train updates first to last; returns (loss of the global batch, gradient norm) of each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     share, seen = SEQUENCES // world, []
     for step in range(first, last + 1):
@@ -92,7 +92,7 @@ def train(ds, first: int, last: int) -> list[tuple[float, float]]:
 
 
 def bits(ds, comm: RankComm) -> str:
-    """Hash of all that all ranks own, and of the weights that the forward pass uses."""
+    """Hash of the state of all ranks, and of the weights that the forward pass uses."""
     text = hashlib.sha256()
     for fragment in owned.fragments(ds):
         text.update(f"{fragment.name} {fragment.kind} {fragment.start}".encode())
@@ -103,7 +103,7 @@ def bits(ds, comm: RankComm) -> str:
 
 
 def resume(setup: tuple, run: Path, comm: RankComm):
-    """A new engine, other weights, then what `run` saved; what the next updates gave."""
+    """Load the save of `run` into a new engine with other weights; returns the next updates."""
     ds = build(setup, seed=99)
     owned.create_states(ds)
     loaded = load(run, owned.fragments(ds), comm)
@@ -120,7 +120,7 @@ def worst(expected, got) -> float:
 
 
 def main(out: Path, root: Path, setups: list[str]) -> None:
-    """Everything, in one launch."""
+    """Run all setups in one launch."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pieces import KINDS, Payload, _cut, blank, cut_flat, full_tensors
+from small_fragments import KINDS, Payload, _cut, blank, cut_flat, full_tensors
 
 from base.errors import UserError
 from checkpoint.format import blocks, storage

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import WORLD, folder, rewritten
-from pieces import Payload, blank, cut_flat, full_tensors
-from saves import load_on_all, save_on_all, steps
-from saves import tensors as tensors_at
-from threads import run_threads
+from rank_threads import run_threads
+from saves_on_threads import load_on_all, save_on_all, steps
+from saves_on_threads import tensors as tensors_at
+from small_fragments import Payload, blank, cut_flat, full_tensors
 
 from base.errors import UserError
 from checkpoint.comm import Alone

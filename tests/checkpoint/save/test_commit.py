@@ -10,10 +10,10 @@ import threading
 import time
 
 import pytest
-from pieces import cut_flat
+from rank_threads import Killed, run_threads
 from ranks import ROOT, run_ranks
-from saves import WORLD, load_on_all, save_on_all, steps, tensors
-from threads import Killed, run_threads
+from saves_on_threads import WORLD, load_on_all, save_on_all, steps, tensors
+from small_fragments import cut_flat
 
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import read_manifest
