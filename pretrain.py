@@ -169,7 +169,7 @@ def prepare(arguments: list[str]) -> Run | None:
         saver = Saver(folder, recipe, resolved, stream, engine, ranks, me, lease)
         run = Run(
             recipe, resolved, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
-            None, label, stands.changes, [*warnings, *notes], counter,
+            None, label, stands.changes, [*warnings, *stands.notes, *notes], counter,
         )  # fmt: skip
         if stands.step:
             restore(run)

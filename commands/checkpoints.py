@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint.save.retention import best
-
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
@@ -26,6 +24,7 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import verify
+from checkpoint.save.retention import best
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
 HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.save.retention import Keep
-
 from base.errors import Shared
 from base.values import counted
 from checkpoint.comm import Comm, RankComm
@@ -33,6 +31,7 @@ from checkpoint.save.background import WAITS, Background
 from checkpoint.save.commit import SaveReport, save
 from checkpoint.save.interval import Cost, Pace, is_due
 from checkpoint.save.lease import Lease
+from checkpoint.save.retention import Keep
 from recipes.schema import Recipe
 from record import run_folder
 from record.heartbeat import HEART

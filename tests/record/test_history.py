@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint.save.retention import Keep
 
 from base.errors import UserError
 from checkpoint.comm import Alone
@@ -21,6 +20,7 @@ from checkpoint.load import choosing
 from checkpoint.load.choosing import at_step
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from commands import verify
 from recipes.compose import compose
 from record import history
