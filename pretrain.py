@@ -37,10 +37,10 @@ from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
-from checkpoint.load.agreement import same_listing
 from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
+from checkpoint.load.rank_views import same_listing
 from checkpoint.load.restoring import Loaded, load
 from checkpoint.save.interval import is_due
 from checkpoint.save.lease import Lease
@@ -199,8 +199,10 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
         return None, []
     if step:
         return None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
-    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream)
-    return origin, [f"weights from {origin.label}; optimizer, schedule and data start anew"]
+    is_first = process.launched_rank() == 0
+    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream, compare=is_first)
+    text = f"weights from {origin.label}; optimizer, schedule and data start anew"
+    return origin, ["; ".join([text, *origin.notes])]
 
 
 def restore(run: Run) -> None:

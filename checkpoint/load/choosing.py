@@ -2,7 +2,7 @@
 
 Rule: rank 0 looks at the folder, and all ranks use its answer. Ranks that looked for themselves
 could see different states of a network file system and load different steps. Where rank 0 finds
-damage, other hosts look as well (agreement.py). A damaged checkpoint is passed over with a message.
+damage, other hosts look as well (rank_views.py). A damaged checkpoint is passed over with a message.
 If checkpoints exist but none is whole, that is an error, never a start from step 0. Units: steps,
 bytes.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from checkpoint.comm import Comm, broadcast
+from checkpoint.comm import Alone, Comm, broadcast
 from checkpoint.format.blocks import Damaged, Problem, check_file, opened
 from checkpoint.format.index_file import (
     data_name,
@@ -35,7 +35,7 @@ from checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from checkpoint.load.agreement import second_look
+from checkpoint.load.rank_views import second_look
 
 # Blocks of each file that a sampled check reads, beside the first and the last one.
 SAMPLE_BLOCKS = 6
@@ -171,6 +171,16 @@ def newest_whole(
             return Choice(Found(step, folder, manifest), damaged)
         damaged.append((folder, list(problems)))
     return Choice(None, damaged)
+
+
+def find_checkpoint(run_folder: Path, step: int | None = None) -> Found:
+    """Find the checkpoint of `step`, or the newest one, in a single process. Raises UserError."""
+    if step is not None:
+        return at_step(run_folder, step, Alone())
+    found = newest(run_folder, Alone()).found
+    if found is None:
+        raise UserError(f"{run_folder}: this run has no checkpoint yet")
+    return found
 
 
 def set_aside(damaged: Sequence[Path]) -> list[str]:

@@ -32,8 +32,8 @@ from checkpoint.format.index_file import (
 )
 from checkpoint.format.manifest import FILE_PATTERN, Manifest, none_is_whole
 from checkpoint.format.storage import read
-from checkpoint.load.agreement import same_listing, second_look
 from checkpoint.load.choosing import Choice, Found, at_step, check_rank, choose, unnamed
+from checkpoint.load.rank_views import same_listing, second_look
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def load(
     Returns None, and leaves fragments as they are, when no checkpoint was ever committed and no
     `step` is given. Raises UserError on all ranks when that step, or every checkpoint, is damaged,
     or when it belongs to another model or optimizer; the contents of fragments are then undefined.
-    Raises Shared where ranks see different files (agreement.py).
+    Raises Shared where ranks see different files (rank_views.py).
     """
     began = time.perf_counter()
     same_listing(comm, run_folder / "checkpoints")

@@ -15,9 +15,9 @@ from threads import run_threads
 
 from base.errors import Shared, UserError
 from checkpoint.format.blocks import Problem
-from checkpoint.load import agreement
-from checkpoint.load.agreement import described, disputes, ranks_on_hosts, witnesses
+from checkpoint.load import rank_views
 from checkpoint.load.choosing import at_step
+from checkpoint.load.rank_views import described, disputes, ranks_on_hosts, witnesses
 from checkpoint.load.restoring import load
 
 
@@ -38,8 +38,8 @@ class Hosts:
         self.flipped: set[int] = set()  # ranks that read other bytes from data files
         self.looks = 0  # of hidden files
         self.until = 10**9  # looks after which a hidden file is there
-        monkeypatch.setattr(agreement, "PAUSES_S", (0.01, 0.01))
-        monkeypatch.setattr(agreement, "host_name", lambda: f"node{self.own.rank}")
+        monkeypatch.setattr(rank_views, "PAUSES_S", (0.01, 0.01))
+        monkeypatch.setattr(rank_views, "host_name", lambda: f"node{self.own.rank}")
         for name in ("open", "scandir"):
             monkeypatch.setattr(os, name, self._hiding(getattr(os, name)))
         monkeypatch.setattr(os, "preadv", self._flipping(os.preadv))
