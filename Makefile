@@ -7,7 +7,7 @@
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
-#   SPARES=1
+#   SPARES=1  TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -35,6 +35,10 @@ SEGMENT ?=
 TO ?=
 WHY ?=
 PROMPT ?=
+TEMPERATURE ?=
+TOP_P ?=
+SEED ?=
+DTYPE ?=
 SWEEP ?=
 STEPS ?=
 REPEATS ?=
@@ -62,7 +66,8 @@ QUICK ?=
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
-	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
+	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY \
+	TEMPERATURE TOP_P SEED DTYPE
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -160,12 +165,14 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m commands.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= DTYPE=fp32 OUT= TOKENIZER=)
 	@exec "$(PYTHON)" -m commands.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
-	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER") $(if $(DTYPE),--dtype "$$DTYPE")
 
-sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec "$(PYTHON)" -m commands.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
+sample: $(READY) ## text from RUN, a run or an exported folder (PROMPT= TOKENS= TEMPERATURE= TOP_P= SEED= STEP=)
+	@exec "$(PYTHON)" -m commands.sample "$$RUN" "--prompt=$$PROMPT" $(if $(STEP),--step "$$STEP") \
+	  $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEMPERATURE),"--temperature=$$TEMPERATURE") \
+	  $(if $(TOP_P),"--top-p=$$TOP_P") $(if $(SEED),"--seed=$$SEED")
 
 # One thread of the tokenizer for each worker process.
 corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")

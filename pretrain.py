@@ -35,6 +35,7 @@ from base.lossy_output import make_lossy
 from base.paths import ROOT
 from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.load.outside_weights import same_everywhere
+from checkpoint.load.rank_views import same_listing
 from checkpoint.save.interval import is_due
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, open_stream
@@ -118,6 +119,8 @@ def prepare(arguments: list[str]) -> Run | None:
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    if recipe.resume != "fresh":
+        same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)
@@ -136,7 +139,7 @@ def prepare(arguments: list[str]) -> Run | None:
         saver = Saver(folder, recipe, resolved, stream, engine, ranks, me, lease)
         run = Run(
             recipe, resolved, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
-            None, label, stands.changes, [*warnings, *notes], counter,
+            None, label, stands.changes, [*warnings, *stands.notes, *notes], counter,
         )  # fmt: skip
         if stands.step:
             restore(run)

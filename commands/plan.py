@@ -20,8 +20,8 @@ from base.command_line import Parser, add_words, refuse, words_of
 from base.errors import UserError
 from base.values import read_ranks
 from plan.choose import FREE, compose_free, given_knobs, tokens_of
-from plan.explanation import explained, plain, report, versus
 from plan.drawings import draw_plan
+from plan.explanation import explained, plain, report, versus
 from plan.recipe_jobs import machine_for
 from plan.search import confirmed, search
 
