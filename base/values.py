@@ -1,7 +1,7 @@
 """What a person gave: read exactly, or refused with what is wrong. How a knob is declared.
 
 The one rule: a value is never bent into another one; 1.5 steps, true and nan are no numbers of
-anything. Every folder has these names from `recipes.schema`.
+anything.
 """
 
 from __future__ import annotations

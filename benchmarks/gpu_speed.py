@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from base.units import GIB
 from benchmarks import syncs
 from benchmarks.gpu_bench import (
     SHAPE_1B,
@@ -30,7 +31,6 @@ from recipes.schema import Recipe
 from record.run_folder import device_name
 from runtime.ds_config.state_bytes import state_bytes
 from runtime.engine.batches import to_device
-from runtime.engine.memory import GIB
 from runtime.monitor.speed import mfu, peak_flops
 from runtime.resolve import Resolved
 

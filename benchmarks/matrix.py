@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
-from conftest import write_short_documents  # noqa: E402
 from layout_cases import BF16_BOUND, Case, every  # noqa: E402
 from layout_worker import EVAL_TOKENS, recipe_of  # noqa: E402
 from parity_worker import STEPS  # noqa: E402
 from plain_loop import plain_loop, relative  # noqa: E402
 from ranks import run_command  # noqa: E402
+from short_documents import write_short_documents  # noqa: E402
 
 PER_LAUNCH = 16  # cases: a launch costs ten seconds, and one that hangs costs its limit
 LIMIT_S = 900

@@ -19,6 +19,7 @@ from typing import Any
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
+from base.units import MIB
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
 from checkpoint.lineage import lineage_of
@@ -50,7 +51,7 @@ def row(
     cells = [
         str(step),
         str(segment),
-        f"{manifest.num_bytes / 2**20:.1f} MiB",
+        f"{manifest.num_bytes / MIB:.1f} MiB",
         str(manifest.world),
         age,
         "damaged" if problems else knobs.get("verify", "?"),

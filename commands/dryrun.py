@@ -28,6 +28,7 @@ from torch import nn
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import scaled, table
+from base.units import GIB
 from base.values import read_ranks
 from data.stream.schedule import schedule_of
 from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
@@ -43,7 +44,6 @@ from runtime.ds_config.state_bytes import of_layout
 from runtime.engine import engine
 from runtime.resolve import Resolved, resolve
 
-GIB = 2**30
 META = torch.device("meta")
 
 

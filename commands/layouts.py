@@ -18,6 +18,7 @@ from dataclasses import replace
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import table
+from base.units import GIB
 from base.values import counted, read_ranks
 from parallel.communication_volume import context_bytes, pipeline_bytes, tensor_bytes
 from parallel.layout import Layout, most_parameters, solve
@@ -28,7 +29,6 @@ from runtime.ds_config.merge import load_preset
 from runtime.ds_config.state_bytes import of_layout
 from runtime.resolve import json_for
 
-GIB = 2**30
 SHOWN = 40
 
 

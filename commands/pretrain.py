@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -40,6 +39,8 @@ from base.cores import allow_open_files
 from base.errors import UserError
 from base.exits import FAILED
 from base.lossy_output import make_lossy
+from base.parent_death import signal_at_parent_death
+from base.units import GIB
 from base.values import read_ranks
 from data.stream.schedule import schedule_of
 from data.stream.sources import corpus_problems
@@ -73,7 +74,6 @@ from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
 from runtime.resolve import resolve
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives the exec
 CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 
 
@@ -312,8 +312,7 @@ def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
 
 def end_with_parent() -> None:
     """Ask Linux for a SIGTERM when the process that started this one (make) is killed."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_parent_death(signal.SIGTERM)
 
 
 def hang_up_with_parent() -> None:
@@ -361,7 +360,7 @@ def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return Checked(recipe, 2 * CHECKPOINT_BYTES * resolved.num_parameters / 2**30)
+    return Checked(recipe, 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import scaled, table
+from base.units import GIB
 from base.values import counted, read_ranks
 from data.stream.schedule import Schedule, schedule_of
 from data.stream.sources import drawn
@@ -31,8 +32,6 @@ from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
 from runtime.resolve import Resolved, resolve
-
-GIB = 2**30
 
 
 def main(arguments: Sequence[str]) -> int:

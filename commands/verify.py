@@ -18,6 +18,7 @@ from pathlib import Path
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
+from base.units import MIB
 from checkpoint.format.manifest import all_committed, folder_with_checkpoints
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import ASIDE, DEPTHS, unnamed, verify
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         seconds = time.perf_counter() - began
         verdict = "damaged" if problems else "whole"
-        print(f"{name}: {verdict}; {size / 2**20:.1f} MiB, depth {options.depth}, {seconds:.2f} s")
+        print(f"{name}: {verdict}; {size / MIB:.1f} MiB, depth {options.depth}, {seconds:.2f} s")
         for problem in problems:
             print(f"  {problem.kind}: {problem}")
         if not problems and (extra := unnamed(folder)):

@@ -17,9 +17,9 @@ matplotlib.use("Agg")  # before pyplot: no display is asked for
 
 from matplotlib import pyplot as plt
 
+from base.units import MIB
 from compare.report import PARTS, Comparison
 from compare.results import SAME_LOSS, Side, difference
-from runtime.engine.memory import MIB
 
 SPEED, LOSSES = "speed.png", "losses.png"
 BLUE, WHISKER, DOT = "#4477aa", "#222222", "#ee6677"

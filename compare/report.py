@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.table import table
+from base.units import MIB
 from base.values import counted
 from compare.results import (
     Agreement,
@@ -21,7 +22,6 @@ from compare.results import (
     ratios,
     surroundings,
 )
-from runtime.engine.memory import MIB
 
 NONE = "-"
 PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),

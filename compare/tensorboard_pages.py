@@ -15,9 +15,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from base.units import MIB
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
-from runtime.engine.memory import MIB
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
 
 FOLDER, REPORT = "tensorboard", "report"

@@ -20,14 +20,13 @@ from typing import Protocol
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REQUEUE
+from base.run_variables import FAMILY, LAUNCH
 from launch.budget import Attempt, Budget
 from launch.ranks.outcome import End, cause_of, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import Asked, Lived
 from record import attempts
 
-LAUNCH = "PRETRAIN_LAUNCH"  # a rank's variable: which start it belongs to
-FAMILY = "PRETRAIN_FAMILY"  # and which supervisor: a start takes the run over from the one before
 LOOK_S = 0.5
 
 

@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
-One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
-and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports only
-`faults`, a part of it, and `values`, whose names it hands on, so that every folder may import it.
+Rule: a knob exists here or nowhere (`recipes.faults` is a part of this file). `recipes.compose`
+checks a composed recipe against these classes and freezes it; `make knobs` prints them; a test
+fails on a knob that no code reads.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -13,24 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from base.errors import Shared as Shared
-from base.errors import UserError as UserError
-from base.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
-from base.values import LARGEST_INT as LARGEST_INT
-from base.values import MANY as MANY
-from base.values import REQUIRED as REQUIRED
-from base.values import WIDE as WIDE
-from base.values import as_float as as_float
-from base.values import as_int as as_int
-from base.values import as_written as as_written
-from base.values import counted as counted
-from base.values import did_you_mean as did_you_mean
-from base.values import knob as knob
-from base.values import read_ranks as read_ranks
-from base.values import read_steps as read_steps
-from base.values import split_arguments as split_arguments
-from recipes.faults import Alerts as Alerts
-from recipes.faults import Health as Health
+from base.values import MANY, REQUIRED, WIDE, knob
+from recipes.faults import Alerts, Health
 
 # Knobs that had another name once: group -> {old name: name}. Recipes and checkpoints of that time
 # are read under it.

@@ -21,18 +21,19 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from base.parent_death import PR_SET_PDEATHSIG
 from base.redaction import redacted, secret_values
-from recipes.schema import Alerts as Knobs
+from recipes.faults import Alerts as Knobs
 
 # Variables that a program needs to start. None of them can hold a key.
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE")
 # A small process between the run and the command. It leads the command's session and ends all of it
 # when the run's process is killed. The usual way, a prctl call between fork and exec, is not safe
 # in a process with threads.
-GUARD = """
+GUARD = f"""
 import ctypes, os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 status = subprocess.call(sys.argv[2:])

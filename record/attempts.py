@@ -22,8 +22,6 @@ from typing import Any
 from checkpoint.format.manifest import committed
 from record import records
 
-# The start that a rank belongs to. The launcher sets it and finds its own attempt by it.
-LAUNCH = "PRETRAIN_LAUNCH"
 # Events of rank 0 that say how its attempt ended, and the cause that they stand for.
 ENDINGS = {
     "finished": "finished",

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-VARIABLE = "PRETRAIN_BEATS"  # folder in which the launcher of this host reads the beats
+from base.run_variables import BEATS
+
 LENGTH = 80  # bytes of a beat
 SHOWN = ".beat"  # file in the run folder: what rank 0 is doing, for `make status` on any host
 SHOWN_LENGTH = 200
@@ -46,7 +47,7 @@ class Heart:
 
     def begin(self, environ: Mapping[str, str] = os.environ) -> None:
         """Beat from now on where a launcher reads; where none does, SIGUSR2 dumps to stderr."""
-        folder, rank = environ.get(VARIABLE), environ.get("RANK", "0")
+        folder, rank = environ.get(BEATS), environ.get("RANK", "0")
         self._rank = rank = int(rank) if rank.isdigit() else 0
         target: Any = sys.stderr
         if folder:

@@ -25,12 +25,12 @@ from base.durable import replace_file
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.redaction import redact, redacted, secret_values
+from base.run_variables import FAMILY
 from checkpoint.format import epochs
 from checkpoint.save.lease import Lease, refuse_held, take
 from record.presence import LOCK
 from record.trust import refuse_unsafe
 
-FAMILY = "PRETRAIN_FAMILY"  # variable that names the supervisor of this process
 LOCKS: list[Lock] = []  # held until this process ends
 # Files and folders that a continued run appends to. Not the logs: a run can go on without them.
 ADDED_TO = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from base.errors import UserError
+from base.units import MIB
 from base.values import as_int
 from model.cost import flops_per_token, num_parameters
 from parallel.communication_volume import gathers
@@ -122,7 +123,7 @@ def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> lis
         if count:
             lines.append(
                 f"zero={recipe.zero} with parallel.tensor={layout.tensor}: up to {count} gathers"
-                f" of {size / 2**20:,.1f} MiB in all in every micro-batch, besides those of tensor"
+                f" of {size / MIB:,.1f} MiB in all in every micro-batch, besides those of tensor"
                 " parallelism; zero=1 gathers weights once per step, if their state fits"
             )
     return lines

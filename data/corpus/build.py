@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus import sotu, stdlib, synthetic
 from data.corpus.corpus import MANIFEST, read_manifest
-from data.corpus.shard_writer import sync_folder
 from recipes.schema import Source
 
 BUILDERS: dict[str, Callable[[Path, Callable[[str], None]], dict]] = {

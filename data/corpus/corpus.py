@@ -24,10 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
+from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus.block_hashes import side_file_bytes
 from data.corpus.indexed import Shard, check_shard
-from data.corpus.shard_writer import PublishedFile, file_hash, sync_folder
+from data.corpus.shard_writer import PublishedFile, file_hash
 from data.corpus.shards import Split
 
 FORMAT = "corpus-1"

@@ -171,15 +171,6 @@ class PublishedFile:
         self._temporary.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 class _Spill:
     """A column of int32 that lives in a file, 4 bytes a value."""
 

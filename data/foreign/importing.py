@@ -22,12 +22,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus.build import locked, writing
 from data.corpus.corpus import write_manifest
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.indexed import CODES, token_dtype
-from data.corpus.shard_writer import file_hash, sync_folder
+from data.corpus.shard_writer import file_hash
 from data.corpus.tokenizer import TextTokenizer
 from data.foreign.linking import Facts, link, link_unread, why_not
 from data.foreign.rewriting import Places, rewrite

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import xxhash
 
+from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus.build import locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.indexed import token_dtype
-from data.corpus.shard_writer import file_hash, sync_folder
+from data.corpus.shard_writer import file_hash
 from data.corpus.tokenizer import TextTokenizer
 from data.text.assemble import (
     Done,

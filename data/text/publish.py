@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from base.durable import sync_folder
 from data.corpus.corpus import write_manifest
 from data.corpus.documents import POLICY
 from data.corpus.indexed import token_dtype
-from data.corpus.shard_writer import PublishedFile, file_hash, sync_folder
+from data.corpus.shard_writer import PublishedFile, file_hash
 from data.corpus.tokenizer import TextTokenizer, library_version
 from data.text.assemble import Done, ShardTask
 from data.text.inputs import ORDER_RULE, InputFile

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from base.paths import ROOT
+from base.units import GIB, MIB
 from launch.hosts import network
 from launch.hosts.variables import watched
 
@@ -41,7 +42,6 @@ PACKAGES = (
 CODE = ("*.py", "recipes/**/*.yaml", "ds_configs/*.json", "*/*.py", "*/*/*.py")
 BUILDS = ROOT / ".cache" / "torch_extensions"
 NOT_CODE = ("tests", "benchmarks", "runs", "corpora", ".venv", ".cache")
-GIB = 2**30
 PROBE_MIB = 64
 # A network file system may show a new file late (attribute caches last up to 60 s by default, new
 # names mostly a few).
@@ -129,7 +129,7 @@ def free_gib(path: Path) -> float | None:
 
 def write_speed(path: Path) -> float | None:
     """MiB/s of one file written and synced; None where it cannot be."""
-    block = os.urandom(2**20)
+    block = os.urandom(MIB)
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             began = time.perf_counter()

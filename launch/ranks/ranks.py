@@ -13,7 +13,6 @@ either. What ranks print goes on without secrets. Units: seconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -25,14 +24,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from base.parent_death import signal_at_parent_death
 from base.redaction import redact, secret_values
 from launch.ranks import oom
 from launch.ranks.outcome import End
 from launch.ranks.watchdog import LOOK_S, Hung, Watchdog, state_of
 from recipes.schema import Watch
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it is too late
 # After the first failure the others lose their connections and say so; this long they may.
 OTHERS_S = 5.0
 KNOWN_S = 0.5  # where the first failure leaves no question
@@ -424,5 +422,4 @@ def described(pid: int) -> str:
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the one that started it dies. Between fork and exec."""
-    if sys.platform.startswith("linux"):
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death(signal.SIGKILL)

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from base.run_variables import BEATS
 from recipes.schema import Watch
 
-VARIABLE = "PRETRAIN_BEATS"
 LOOK_S = 0.5
 # Between two looks more than this did not pass for a watch that was running.
 MOST_GAP_S = 5.0
@@ -139,7 +139,7 @@ class Watchdog:
 
     def environment(self) -> dict[str, str]:
         """What the ranks must be told."""
-        return {VARIABLE: str(self.folder)}
+        return {BEATS: str(self.folder)}
 
     def look(self, living: Sequence[int]) -> Hung | None:
         """The rank that is silent beyond its limit by most, of those that live; else None."""

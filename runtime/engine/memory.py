@@ -10,7 +10,7 @@ import resource
 import sys
 from pathlib import Path
 
-GIB, MIB = 2**30, 2**20
+from base.units import GIB
 
 
 def peak_gib() -> float:

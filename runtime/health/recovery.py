@@ -21,7 +21,7 @@ from base.errors import UserError
 from base.redaction import redacted, secret_values
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
-from recipes.schema import Health as Knobs
+from recipes.faults import Health as Knobs
 from record import history
 from record.bundle import write_bundle
 from record.records import strict_line

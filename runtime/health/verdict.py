@@ -27,7 +27,7 @@ from enum import StrEnum
 from typing import Any
 
 from base.errors import UserError
-from recipes.schema import Health as Knobs
+from recipes.faults import Health as Knobs
 
 # For a normal distribution: standard deviation / median absolute deviation, and the number of
 # standard deviations between its median and its 95th percentile.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from base.redaction import redact, secret_values
+from base.run_variables import LAUNCH
 from base.units import GIB, MIB
 from base.values import counted
 from checkpoint.lineage import lineage_of
@@ -115,7 +116,7 @@ class MetricsWriter:
         self.attempt = attempts.next_number(self.folder)
         if wandb is not None:
             self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.attempt, log)
-        launch = {"launch": os.environ[attempts.LAUNCH]} if attempts.LAUNCH in os.environ else {}
+        launch = {"launch": os.environ[LAUNCH]} if LAUNCH in os.environ else {}
         self.event(
             "began",
             segment=segment,

@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from base.units import GIB
 from runtime.monitor.device_table import XID_LINE, ailments, bus_key, xid
 
-GIB = 2**30
 KERNEL_LOG = "/dev/kmsg"
 MOST_LOG_LINES = 10_000  # a reading does not try to catch up with a flood
 

@@ -8,7 +8,6 @@ the launcher. Units: seconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import glob
 import hashlib
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from base.cores import allow_open_files, usable
 from base.errors import Shared, UserError
+from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
 from base.values import counted
@@ -37,7 +37,6 @@ from record.trust import keep_to_owner
 from runtime.engine import builds
 from runtime.process import rendezvous
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
 FIRST_REPORTS_S = 10.0  # how much later than another rank the first may find the same problem
 PARENT = os.getppid()  # the agent; it is process 1 where it is a container's entry point
@@ -123,7 +122,7 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_death(signal.SIGKILL)
     if os.getppid() != PARENT:  # the agent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -10,19 +10,8 @@ import pytest
 
 from commands import knobs
 from recipes.check import knob_names
-from recipes.schema import (
-    Alerts,
-    Cluster,
-    Data,
-    Health,
-    Log,
-    Model,
-    Optim,
-    Parallel,
-    Recipe,
-    Source,
-    Watch,
-)
+from recipes.faults import Alerts, Health
+from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = (

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 
 from base.errors import UserError
+from base.units import MIB
 from checkpoint import lineage
 from commands import compare, profile
 from compare import pictures, report, results, runner, tensorboard_pages
@@ -35,9 +36,6 @@ from runtime.log.metrics import MetricsWriter, StepNumbers, summary
 from runtime.monitor.clock import StepTimes
 from runtime.monitor.profiling import NoProfiler, profiler_of
 from runtime.resolve import resolve
-
-MIB = 2**20
-
 
 # ---- why a run failed
 

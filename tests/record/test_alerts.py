@@ -14,7 +14,7 @@ from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from recipes.compose import compose
-from recipes.schema import Alerts as Knobs
+from recipes.faults import Alerts as Knobs
 from record.alerts import AlertSender
 
 
@@ -86,7 +86,7 @@ def test_no_command_outlives_a_run_that_was_killed(tmp_path):
     command = program(tmp_path, f'sleep 600 &\necho $$ $! > "{pids}.new"; mv "{pids}.new" "{pids}"'
                                 "\nsleep 600; exit")  # fmt: skip
     code = (
-        "import time; from recipes.schema import Alerts as Knobs;"
+        "import time; from recipes.faults import Alerts as Knobs;"
         "from record.alerts import AlertSender;"
         f"AlertSender('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
         "time.sleep(600)"

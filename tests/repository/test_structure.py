@@ -171,3 +171,22 @@ def test_no_text_points_outside_the_project():
         and path.name != "test_structure.py"
     ]
     assert not wrong
+
+
+def test_what_many_need_is_spelt_once():
+    """Names of our environment variables, and the call that ties a process to its parent."""
+    homes = {
+        "PRETRAIN_[A-Z]+": "base/run_variables.py",
+        r"PR_SET_PDEATHSIG\s*=|prctl\(1,": "base/parent_death.py",
+        r"O_DIRECTORY|def sync_folder": "base/durable.py",
+        r"^\w*(GIB|MIB)\b[^=]* = (2 ?\*\*|1 <<)": "base/units.py",
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks")
+        for pattern, home in homes.items()
+        if str(path.relative_to(ROOT)) != home
+        for found in re.finditer(pattern, path.read_text(), re.MULTILINE)
+    ]
+    assert not wrong

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from base.exits import DO_NOT_RETRY
+from base.run_variables import LAUNCH
 from record import attempts
 from record.records import append_line, record_event
 
@@ -32,7 +33,7 @@ def main() -> None:
         (folder / "recipe.yaml").write_text("steps: 9\n")
         before = attempts.progress_of(folder)
         attempt = attempts.next_number(folder)
-        launch = os.environ[attempts.LAUNCH]
+        launch = os.environ[LAUNCH]
         record_event(folder, "began", attempt=attempt, launch=launch, after_step=before.saved_step)
         for n in range(before.saved_step + 1, step + 1):
             append_line(folder / "metrics.jsonl", {"segment": 0, "step": n, "attempt": attempt})

@@ -14,6 +14,7 @@ from pieces import cut_flat
 from saves import load_on_all, save_on_all, tensors
 
 from base.errors import UserError
+from base.run_variables import FAMILY
 from checkpoint.comm import Alone
 from checkpoint.format import epochs
 from checkpoint.format.blocks import Damaged
@@ -91,13 +92,13 @@ def test_each_life_has_the_next_epoch_and_a_second_one_is_refused(tmp_path):
 
 def test_a_supervisor_takes_the_run_from_a_life_on_a_host_that_it_has_lost(tmp_path, monkeypatch):
     """A partition: the old attempt goes on, renews and has the lock; it can write nothing more."""
-    monkeypatch.setenv(run_folder.FAMILY, "one")
+    monkeypatch.setenv(FAMILY, "one")
     old = run_folder.open_folder(tmp_path / "run", {}, False)
     new = run_folder.open_folder(tmp_path / "run", {}, False)
     assert (old.epoch, new.epoch) == (1, 2)
     with pytest.raises(Fenced):
         old.check()
-    monkeypatch.setenv(run_folder.FAMILY, "another")
+    monkeypatch.setenv(FAMILY, "another")
     with pytest.raises(UserError, match=r"another process is writing .*\(epoch 2\)"):
         run_folder.open_folder(tmp_path / "run", {}, False)
     for one in (old, new):

@@ -10,7 +10,7 @@ from base.errors import UserError
 from checkpoint.lineage import lineage
 from commands import replay
 from commands.replay import ComparedStep, ReplayRequest, conclude
-from recipes.schema import Health as Knobs
+from recipes.faults import Health as Knobs
 from record.records import record_event
 from runtime.health.recovery import RecoveryPlan, Saved, plan, recover
 from runtime.health.verdict import HealthState, Judgement, Verdict

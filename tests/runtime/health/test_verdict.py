@@ -17,7 +17,7 @@ from sequences import (
 )
 
 from base.errors import UserError
-from recipes.schema import Health as Knobs
+from recipes.faults import Health as Knobs
 from runtime.health.verdict import HealthState, Limits, Seen, Verdict, judge
 
 NAN, INF = math.nan, math.inf

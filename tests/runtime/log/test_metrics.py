@@ -18,6 +18,7 @@ import torch
 from metric_lines import make_writer, write_step
 
 from base.errors import UserError
+from base.units import GIB
 from record.records import (
     TAIL_BYTES,
     damage,
@@ -32,7 +33,7 @@ from record.records import (
     strict_line,
     truncate_after,
 )
-from runtime.engine.memory import GIB, peak_device_gib, peak_host_gib
+from runtime.engine.memory import peak_device_gib, peak_host_gib
 from runtime.log import wandb_mirror
 from runtime.log.console import summary_text
 from runtime.log.metrics import hyper_parameters, summary
