@@ -42,6 +42,7 @@ from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import of_layout
 from runtime.engine import engine
+from runtime.engine.deepspeed_import import join_deepspeed
 from runtime.resolve import Resolved, resolve
 
 META = torch.device("meta")
@@ -102,7 +103,7 @@ def join_fake(rank: int, world: int) -> None:
 
 def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
     """The modules of one rank, without memory. ZeRO-3's cut of each weight is arithmetic here."""
-    engine.join_deepspeed(torch.device("cpu"))
+    join_deepspeed(torch.device("cpu"))
     if mesh.layout.pipeline > 1:
         from runtime.engine.pipeline_engine import build_stage
 

@@ -24,7 +24,7 @@ def main() -> int:
     builds.prepare()
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
-    from runtime.engine.engine import quiet
+    from runtime.engine.deepspeed_import import quiet
 
     quiet()
     return build({"pin_memory": PinMemoryBuilder()})
