@@ -72,8 +72,9 @@ from runtime.telemetry import Telemetry
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
-        run = prepare(arguments)
-        return FINISHED if run is None else train(run)
+        with HEART.reporting(Rewound):
+            run = prepare(arguments)
+            return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
@@ -154,14 +155,14 @@ def train(run: Run) -> int:
         if run.process.is_first:
             record = open_record(run)
             run.saver.tell, run.saver.sync_record = record.report, record.sync
-        with run.saver:  # a save in flight ends first
+        with run.saver, HEART.reporting(Rewound):  # a save in flight ends first
             telemetry = Telemetry(run, record)
             REQUESTS.begin(run.folder, run.recipe.cluster.timeout_s)
             monitor = health_monitor_of(run)
             last = loop(run, telemetry, monitor)
             return finish(run, record, telemetry, monitor, last)
-    except (UserError, OSError, KeyboardInterrupt) as error:
-        if record:
+    except BaseException as error:
+        if record and not isinstance(error, Rewound):
             record.ended(error)
         raise
     finally:

@@ -15,12 +15,13 @@ import datetime
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint.format.manifest import committed
 from record import records
+from record.failure import Failure
 
 # Events of rank 0 that say how its attempt ended, and the cause that they stand for.
 ENDINGS = {
@@ -35,7 +36,9 @@ ENDINGS = {
 # Causes that count as a failure of the run, not as an end that somebody asked for.
 FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
 # Fields of Attempt in its line of events.jsonl; `attempt`, `seconds` and the steps stand beside.
-WRITTEN = ("cause", "status", "began_unix_s", "ended_unix_s", "rank", "host", "phase", "why")
+WRITTEN = (
+    "cause", "status", "began_unix_s", "ended_unix_s", "rank", "host", "phase", "why", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class RankEnd:
     silent_s: float = 0.0
     stack: tuple[str, ...] = ()
     only_waits: bool = False
+    error: dict[str, Any] | None = None  # the fields of its Failure
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,15 @@ class Attempt:
     began_unix_s: float
     ended_unix_s: float
     ends: tuple[RankEnd, ...] = ()
-    # How it ended. `rank` on `host` failed first, in `phase`; `why` says why it counts as hung.
+    # How it ended. `rank` on `host` failed first, in `phase`; `why` is the reason as text, and
+    # `error` has the fields of its exception (record.failure).
     cause: str | None = None  # None = it goes on
     status: int | None = None
     rank: int | None = None
     host: str | None = None
     phase: str | None = None
     why: str | None = None
+    error: Mapping[str, Any] | None = None
     # Time without training that only the launcher can measure.
     restart_s: float = 0.0  # from the end of the attempt before
     detect_s: float = 0.0  # from the first failure to the end of all ranks
@@ -186,7 +192,11 @@ def complete(folder: Path) -> None:
         endings = [ENDINGS[event["kind"]] for event in own if event["kind"] in ENDINGS]
         last = max([unix_s(own[-1]), _modified(folder, number)])
         first_s = min(began.get("started_unix_s", last), unix_s(began))
-        attempt = Attempt(first_s, last, cause=endings[-1] if endings else "killed", number=number)
+        cause = endings[-1] if endings else "killed"
+        attempt = Attempt(first_s, last, cause=cause, number=number)
+        errors = [event["error"] for event in own if event.get("error")]
+        if errors and cause in ("failed", "gave_up"):
+            attempt = with_failure(attempt, Failure.from_dict(errors[-1]))
         attempt = _completed(folder, attempt, began, own)
         records.record_event(
             folder, "attempt", attempt=number, written_later=True, **attempt.written()
@@ -230,6 +240,18 @@ def seconds_of(
     else:
         found["start"] = max(0.0, attempt.ended_unix_s - attempt.began_unix_s - attempt.detect_s)
     return {name: round(value, 3) for name, value in found.items()}
+
+
+def with_failure(attempt: Attempt, failure: Failure | None) -> Attempt:
+    """The attempt with the exception that ended it: in `error`, and as text in `why`."""
+    if failure is None:
+        return attempt
+    return replace(
+        attempt,
+        phase=failure.phase or attempt.phase,
+        why=attempt.why or str(failure),
+        error=asdict(failure),
+    )
 
 
 def is_end(event: Mapping[str, Any]) -> bool:

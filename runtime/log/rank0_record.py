@@ -1,6 +1,6 @@
 """The record that rank 0 keeps of a run while it trains: metrics, events, ledger, console.
 
-    loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
+    loop -> add(finished step)             -> the step before: metrics.jsonl, TensorBoard, console
          -> bad_step, saved, close         -> events.jsonl
          -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
 
@@ -11,6 +11,7 @@ waits for the host. Units as in runtime.log.metrics.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from model.cost import flops_per_token
 from recipes.schema import Recipe
 from record import run_folder
 from record.alerts import AlertSender
+from record.failure import failure_of
+from record.heartbeat import HEART
 from record.requests import AskedEarly
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
@@ -73,6 +76,7 @@ class RunRecord:
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
         self._has_warned = self._is_failing = False
+        self._late: Finished | None = None  # the newest step; its scalars are not read yet
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, resolved.last_step, after_step=after_step, every=recipe.log.every
@@ -106,8 +110,18 @@ class RunRecord:
         for line in lines:
             self.console.log(line)
 
-    def write(self, finished: Finished) -> None:
-        """Read the scalars of a step and record them."""
+    def add(self, finished: Finished) -> None:
+        """Record the step before this one, and keep this one until the next, or until `flush`."""
+        self.flush()
+        self._late = finished
+
+    def flush(self) -> None:
+        """Record the newest step now: read its scalars, which may make the host wait."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._write(late)
+
+    def _write(self, finished: Finished) -> None:
         data, result = finished.data, finished.result
         numbers = StepNumbers(
             data.step,
@@ -259,13 +273,21 @@ class RunRecord:
         if isinstance(error, Fenced):  # the record belongs to another attempt now
             self.console.close()
             return
+        # The newest step is finished and may be the last that this attempt trained. Its scalars
+        # cannot be read where the device itself has failed.
+        with contextlib.suppress(Exception):
+            self.flush()
         cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if isinstance(error, UserError):
             cause = "gave_up"  # it had begun, and another start would end in the same way
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
+        facts, failure = {}, HEART.failure or failure_of(error)
+        if cause in ("failed", "gave_up"):
+            facts["error"] = dataclasses.asdict(failure)
         with contextlib.suppress(OSError):  # the disk may be what failed
-            self.writer.event(cause, reason=str(error) or type(error).__name__)
+            if cause != "failed" or not failure.is_consequence:
+                self.writer.event(cause, reason=failure.text or failure.type, **facts)
             self.alert.close()
             self.writer.close()
         self.console.close()
