@@ -63,6 +63,7 @@ from runtime.starting import (
     health_monitor_of,
     open_record,
     origin_of,
+    record_finished,
     report_finished,
     restore,
 )
@@ -121,6 +122,7 @@ def prepare(arguments: list[str]) -> Run | None:
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)
+        record_finished(folder, stands.step, layout.world)
         return None
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from base.run_variables import LAUNCH
 from checkpoint.format.manifest import committed
 from record import records
 from record.failure import Failure
@@ -201,6 +202,29 @@ def complete(folder: Path) -> None:
         records.record_event(
             folder, "attempt", attempt=number, written_later=True, **attempt.written()
         )
+
+
+def record_nothing_left(folder: Path, step: int, world: int) -> None:
+    """Record an attempt that found nothing to train, because `step` is saved and the last one.
+
+    Without it the record would end with the attempt before, which may have been killed between its
+    last save and its end. Nothing is written where that attempt ended well. Only the writer of the
+    run may call this.
+    """
+    complete(folder)
+    ends = [event for event in records.read_events(folder) if is_end(event)]
+    if ends and ends[-1]["cause"] in ("finished", "stopped"):
+        return
+    number = next_number(folder)
+    launch = {"launch": os.environ[LAUNCH]} if LAUNCH in os.environ else {}
+    began_s = process_began_unix_s()
+    records.record_event(
+        folder, "began", attempt=number, after_step=step, world=world, started_unix_s=began_s,
+        **launch,
+    )  # fmt: skip
+    records.record_event(folder, "finished", attempt=number, step=step, is_saved=True)
+    if not launch:  # no launcher waits to write the attempt's line
+        complete(folder)
 
 
 def _completed(

@@ -94,6 +94,7 @@ class RunRecord:
             tensorboard=recipe.log.tensorboard,
             wandb=recipe.log.wandb,
             log=self.console.log,
+            planned={"last_step": resolved.last_step, "total_steps": resolved.total_steps},
         )
         self.alert = AlertSender(recipe.run, recipe.alerts, self.writer.event, self.console.log)
         self.writer.describe(
