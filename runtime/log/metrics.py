@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class StepNumbers:
     communication_bytes: Mapping[str, int] | None = None  # by kind (runtime.engine.communication)
     seq_len: int | None = None  # where it changes from step to step
     flops_per_token: float | None = None  # of this step, where seq_len changes
+    scalars: Mapping[str, float] = field(default_factory=dict)  # more numbers from the engine
 
 
 class MetricsWriter:
@@ -88,7 +89,7 @@ class MetricsWriter:
     this segment are removed, and readers of the event files forget them. `flops_per_token` comes
     from model.cost, `peak_flops` is one device's (runtime.monitor.speed.peak_flops); without either
     of them `mfu` is null. `planned` = numbers of steps (last_step, total_steps) for the event that
-    begins the attempt.
+    begins the attempt; `state_gib` = training state of a rank.
     """
 
     def __init__(
@@ -104,11 +105,12 @@ class MetricsWriter:
         wandb: str | None = None,
         log: Callable[[str], None] = print,
         planned: Mapping[str, int] = {},
+        state_gib: float | None = None,
     ):
         self.folder = Path(folder)
         self.segment, self.world = segment, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._tensorboard, self._log = tensorboard, log
+        self._tensorboard, self._log, self._state_gib = tensorboard, log, state_gib
         self._file = self._events = self._mirror = None
         self._first_step: int | None = None  # the first step of this attempt
         self._uncharted: set[str] = set()  # fields and families without a chart
@@ -258,6 +260,8 @@ class MetricsWriter:
             "accumulation": numbers.accumulation,
             "first_of_attempt": times.is_first,
         }
+        if self._state_gib is not None:
+            line["state_gib"] = self._state_gib
         if numbers.val_loss is not None:
             line["val_loss"] = numbers.val_loss
         if numbers.seq_len is not None:
@@ -265,6 +269,8 @@ class MetricsWriter:
         if numbers.communication_bytes is not None:
             line["communication_mib"] = sum(numbers.communication_bytes.values()) / MIB
             line["communication_bytes"] = dict(numbers.communication_bytes)
+        if numbers.scalars:
+            line["scalars"] = dict(numbers.scalars)
         return line
 
     def event(self, kind: str, **fields: Any) -> None:

@@ -21,17 +21,20 @@ from typing import Any
 import torch
 
 from base.errors import UserError
+from base.units import GIB
 from checkpoint.format.epochs import Fenced
 from checkpoint.load.allowed_changes import Change
 from checkpoint.save.commit import SaveReport
 from data.stream.ledger import Ledger
 from model.cost import flops_per_token
+from parallel.layout import parameters_per_stage
 from recipes.schema import Recipe
 from record import run_folder
 from record.alerts import AlertSender
 from record.failure import failure_of
 from record.heartbeat import HEART
 from record.requests import AskedEarly
+from runtime.ds_config.state_bytes import of_layout
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
@@ -95,6 +98,7 @@ class RunRecord:
             wandb=recipe.log.wandb,
             log=self.console.log,
             planned={"last_step": resolved.last_step, "total_steps": resolved.total_steps},
+            state_gib=state_gib(recipe, resolved),
         )
         self.alert = AlertSender(recipe.run, recipe.alerts, self.writer.event, self.console.log)
         self.writer.describe(
@@ -139,6 +143,7 @@ class RunRecord:
             communication_bytes=finished.communication_bytes,
             seq_len=data.length if self._warms_up else None,
             flops_per_token=self._flops_per_token(data.length),
+            scalars={name: float(value) for name, value in result.scalars.items()},
         )
         self.console.step(self.writer.step(numbers))
 
@@ -307,3 +312,10 @@ class RunRecord:
             self.console.log(
                 f"{cause} after step {facts['step']}, {saved}; the same command goes on"
             )
+
+
+def state_gib(recipe: Recipe, resolved: Resolved) -> float:
+    """Training state of a rank of the first pipeline stage, GiB, from the layout."""
+    bytes_per_parameter = of_layout(recipe, resolved.layout, resolved.engine)
+    parameters = parameters_per_stage(recipe.model, resolved.layout)[0]
+    return sum(bytes_per_parameter.values()) * parameters / GIB
