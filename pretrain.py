@@ -33,8 +33,9 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.paths import ROOT
-from checkpoint.comm import Ranks, broadcast, together
+from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.load.outside_weights import same_everywhere
+from checkpoint.save.interval import is_due
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, open_stream
 from model.init import initial_weight
@@ -118,7 +119,7 @@ def prepare(arguments: list[str]) -> Run | None:
 
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
-    ranks = Ranks()
+    ranks = RankComm()
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)
@@ -142,7 +143,7 @@ def prepare(arguments: list[str]) -> Run | None:
         )  # fmt: skip
         if stands.step:
             restore(run)
-        saver.segment = enter_segment(run)
+        saver.state.segment = enter_segment(run)
     except BaseException:
         if lease:
             lease.release()  # no other host is to wait for an attempt that trained nothing
@@ -242,20 +243,14 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
 
 def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
     """The validation loss after `step` where it is due, still on its way from the device."""
-    is_last = step == run.resolved.last_step
-    if not run.held_out or not (is_last or is_due(step, run.recipe.eval_every)):
+    if not run.held_out or not is_due(step, run.recipe.eval_every, run.resolved.last_step):
         return None
     with telemetry.phase("eval"):
         val_loss = run.engine.evaluate(
             to_device(batch, run.process.device) for batch in HEART.each(run.held_out)
         )
-    run.saver.evaluated = (step, val_loss)
+    run.saver.state.evaluated = (step, val_loss)
     return val_loss
-
-
-def is_due(step: int, every: int) -> bool:
-    """True after every `every`-th step; never with 0."""
-    return every > 0 and step % every == 0
 
 
 def decide(run: Run, step: int) -> Decision:

@@ -1,14 +1,13 @@
-"""The same start as `python -m commands.pretrain`, with the clock read between its parts.
+"""Starts a run like `python -m commands.pretrain` and reads the clock between the parts.
 
     python -m benchmarks.start_probe launcher OUT.json recipe=tiny ...   checks, then becomes
     python -m benchmarks.start_probe run OUT.json recipe=tiny ...        pretrain.py's main
     python -m benchmarks.start_probe reference OUT.json                  torch, deepspeed alone
 
-The one rule: nothing is done that the untouched command does not do; parts are timed by wrapping
-the functions that do them. Each mark takes all time since the mark before,
-so the parts add up to the whole. Started by benchmarks.start. Units: seconds; wall is the clock
-that all processes of the host share, cpu is what this process used since it was started (it lives
-on through exec).
+Rule: nothing is done that the untouched command does not do; parts are timed by wrapping the
+functions that do them. Each mark takes all time since the mark before, so that the parts add up to
+the whole. Started by benchmarks.start. Units: seconds; wall is the clock that all processes of the
+host share, cpu is the time that this process used since it was started (exec keeps it).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 OTHER = "other code of ours"
 LAZY = "torch's own late imports (first optimizer)"
 STEPS = "steps until the first line"
-# (module, function, the part that its time is); wrapped once pretrain is imported.
+# (module, function, part to which its time belongs); wrapped after the import of pretrain.
 PROBED = (
     ("pretrain", "compose_command", "compose"),
     ("pretrain", "resolve", "layout and DeepSpeed JSON"),
@@ -50,7 +49,7 @@ class Timeline:
             self.marks = [tuple(mark) for mark in json.loads(out.read_text())]
 
     def mark(self, part: str) -> None:
-        """What passed since the last mark belongs to `part`."""
+        """Add the time since the last mark to `part`."""
         self.marks.append((part, time.monotonic(), time.process_time()))
 
     def save(self) -> None:
@@ -76,7 +75,7 @@ class Timeline:
 
 
 def launcher(timeline: Timeline, arguments: list[str]) -> int:
-    """commands.pretrain's main; its exec starts `run` here instead of pretrain.py."""
+    """Call the main of commands.pretrain; its exec starts `run` here instead of pretrain.py."""
     timeline.mark("launcher: interpreter")
     from commands import pretrain
 
@@ -93,7 +92,7 @@ def launcher(timeline: Timeline, arguments: list[str]) -> int:
 
 
 def run(timeline: Timeline, arguments: list[str]) -> int:
-    """pretrain's main, its imports one after the other."""
+    """Call the main of pretrain after timing its imports one after the other."""
     timeline.mark("run: interpreter")
     import torch  # noqa: F401
 
@@ -115,7 +114,7 @@ def run(timeline: Timeline, arguments: list[str]) -> int:
 
 
 def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
-    """The engine's build with its import of deepspeed timed, and deepspeed.initialize."""
+    """Wrap the engine's build: times its import of deepspeed and deepspeed.initialize."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         timeline.mark(OTHER)
@@ -143,7 +142,7 @@ def stop_after_first_line(timeline: Timeline) -> None:
 
 
 def find(module: str, name: str) -> tuple[Any, str]:
-    """(owner, attribute) of a dotted name in a module; the attribute exists."""
+    """Owner and attribute of a dotted name in a module; the attribute exists."""
     owner: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
@@ -153,7 +152,7 @@ def find(module: str, name: str) -> tuple[Any, str]:
 
 
 def reference(timeline: Timeline) -> int:
-    """What no run can do without."""
+    """Do only the part that every DeepSpeed program must: import torch and deepspeed."""
     timeline.mark("run: interpreter")
     import torch  # noqa: F401
 
@@ -167,7 +166,7 @@ def reference(timeline: Timeline) -> int:
 
 
 def late_imports(timeline: Timeline) -> None:
-    """Make an optimizer: torch 2.13 then imports torch._dynamo and sympy, in every program."""
+    """Make an optimizer, for which torch 2.13 imports torch._dynamo and sympy in every program."""
     import torch
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -175,7 +174,7 @@ def late_imports(timeline: Timeline) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry; see the module's docstring."""
+    """Run one of the three forms of the command above."""
     mode, out, *rest = arguments
     timeline = Timeline(Path(out))
     if mode == "reference":

@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from base.command_line import Parser, carry_out
 from base.errors import UserError
@@ -19,7 +17,7 @@ from base.units import duration
 from base.values import counted
 from checkpoint.lineage import MARK, run_folder
 from record.attempts import ENDINGS, FAILURES, is_end, unix_s
-from record.event_lines import line_of
+from record.event_lines import failure_text, line_of
 from record.records import notes
 from record.requests import read_request
 from record.run_state import RunState, recipe_text, state_of, world_of
@@ -202,16 +200,6 @@ def attempts(state: RunState) -> list[str]:
     if failed and failed[-1].get("why"):
         lines.append(f"  newest failure: {failure_text(failed[-1])}")
     return lines
-
-
-def failure_text(event: Mapping[str, Any]) -> str:
-    """The newest failure: attempt, rank, phase, and its reason."""
-    who = "" if event.get("rank") is None else f", rank {event['rank']}"
-    who += f" of {event['host']}" if event.get("host") else ""
-    phase = f" in phase {event['phase']}" if event.get("phase") else ""
-    error = event.get("error") or {}
-    step = f" of step {error['step']}" if error.get("step") else ""
-    return f"attempt {event['attempt']}{who}{phase}{step}: {event['why']}"
 
 
 def alarms(state: RunState) -> list[str]:

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     folder = runs / options.run / "tensorboard"
     if options.run and not folder.is_dir():
         shown = folder.relative_to(ROOT)
-        return refuse(UserError(f"RUN={options.run}: there is no {shown}"))
+        return refuse(UserError(f"RUN={options.run}: there is no folder {shown}"))
     place = new_place()
     try:
         runs.mkdir(exist_ok=True)

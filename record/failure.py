@@ -60,6 +60,8 @@ class Failure:
     def __str__(self) -> str:
         """`ValueError: text, at place`; texts of several lines are cut after the first."""
         first = self.text.strip().partition("\n")[0]
+        if self.type.startswith("base.errors."):  # written for people: a sentence of its own
+            return first
         where = f", at {self.place}" if self.place else ""
         return f"{self.type}{f': {first}' if first else ''}{where}"
 

@@ -19,15 +19,15 @@ from typing import Any
 from base.errors import UserError
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import (
+    Manifest,
     all_committed,
-    committed,
     none_is_whole,
-    read_manifest,
     size_problems,
 )
 from checkpoint.format.state import RunState
 from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
-from checkpoint.load.allowed_changes import Change, check_resume
+from checkpoint.load.allowed_changes import RecipeChange, check_resume
+from checkpoint.load.choosing import newest_whole
 from recipes.schema import Data, Recipe
 from record.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
 from record.records import (
@@ -47,7 +47,7 @@ class Standing:
 
     is_new: bool
     step: int
-    changes: list[Change]
+    changes: list[RecipeChange]
 
 
 def data_of(recipe: Recipe, folder: Path) -> Data:
@@ -139,18 +139,16 @@ def newest_state(folder: Path, last_step: int) -> RunState | None:
     notice. Files of other checkpoints are not opened here, because every rank comes here. Raises
     UserError where checkpoints exist, or were saved once, and none can be used.
     """
-    checkpoints, damaged = folder / "checkpoints", []
-    for _, path in reversed(committed(checkpoints)):
-        try:
-            manifest = read_manifest(path)
-            problems = size_problems(path, manifest) if manifest.step >= last_step else []
-        except Damaged as error:
-            problems = error.problems
-        if not problems:
-            return read_state(manifest.state, path)
-        damaged.append((path, problems))  # reported when the older one is loaded
-    if damaged:
-        raise none_is_whole(damaged)
+    checkpoints = folder / "checkpoints"
+
+    def problems_of(path: Path, manifest: Manifest) -> list[str]:
+        return size_problems(path, manifest) if manifest.step >= last_step else []
+
+    choice = newest_whole(checkpoints, problems_of)
+    if choice.found:
+        return read_state(choice.found.manifest.state, choice.found.folder)
+    if choice.damaged:
+        raise none_is_whole(choice.damaged)
     current = lineage_of(folder)
     saves = [event for event in read_events(folder, "saved") if "step" in event]
     saved = [event["step"] for event in current.own(saves)]
@@ -191,7 +189,7 @@ def compare(
     data_state: dict[str, Any],
     past: Callable[[int], dict[str, Any]],
     lines: Sequence[dict[str, Any]] = (),
-) -> list[Change]:
+) -> list[RecipeChange]:
     """Differences between the recipe and data of a checkpoint and those of now.
 
     Changes that are recorded in the run's history (`lines`) are no differences. Raises UserError

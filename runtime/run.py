@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.comm import Ranks
-from checkpoint.load.allowed_changes import Change
+from checkpoint.comm import RankComm
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.restoring import Loaded
 from checkpoint.save.lease import Lease
 from data.stream.stream import Stream
@@ -31,12 +31,12 @@ class Run:
     folder: Path
     process: Process
     engine: Engine
-    ranks: Ranks  # the process group of checkpoints, separate from training's own
+    ranks: RankComm  # the process group of checkpoints, separate from training's own
     lease: Lease | None  # rank 0: the right to write the run
     saver: Saver
     loaded: Loaded | None  # the checkpoint that this attempt goes on from
     origin: str | None  # where the weights of step 0 came from; None: they were drawn at random
-    changes: list[Change]  # of the recipe, since that checkpoint
+    changes: list[RecipeChange]  # of the recipe, since that checkpoint
     warnings: list[str]
     counter: Counter | None  # of communication, where the recipe asks for it
 

@@ -149,10 +149,10 @@ def open_record(run: Run) -> RunRecord:
         run.recipe,
         run.resolved,
         run.process,
-        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
+        Ledger(run.folder / "ledger", run.after_step, run.saver.state.segment),
         run.stream.tokens_after,
         run.after_step,
-        run.saver.segment,
+        run.saver.state.segment,
     )
     record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
@@ -169,7 +169,7 @@ def record_conditions(run: Run) -> None:
         "layout": run.resolved.layout.as_dict(),
         "recipe": dataclasses.asdict(run.recipe),
     }
-    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
+    environment.record(run.folder, conditions, run.saver.state.segment, run.after_step)
 
 
 def banner(run: Run) -> list[str]:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from data.stream.collect import LEDGER_EVERY, Collector
+from data.stream.collect import LEDGER_EVERY, LedgerCollector
 from data.stream.stream import StepData
 from record.heartbeat import HEART
 from runtime.engine.batches import gather_hashes
@@ -36,7 +36,7 @@ class Telemetry:
         recipe, layout, me = run.recipe, run.resolved.layout, run.process
         self.rank0_record, self._counter = record, run.counter
         self._hardware = HardwareWatch(recipe.hardware, layout, me, run.after_step)
-        self._ledger = Collector(
+        self._ledger = LedgerCollector(
             record.ledger if record else None,
             lambda own: gather_hashes(own, me.device),
             LEDGER_EVERY,

@@ -39,8 +39,9 @@ def build(
 ) -> Engine:
     """The engine of `recipe` on this rank: model, weights, optimizer, DeepSpeed.
 
-    `config` is the full DeepSpeed JSON, nothing left at auto. `draw` gives the weights; None leaves
-    them undefined, for a checkpoint that will fill them.
+    `config` is the full DeepSpeed JSON without any "auto". `draw` gives the weights; None leaves
+    them undefined, for a checkpoint that will fill them. A collective. Raises Shared where
+    DeepSpeed refuses the JSON.
     """
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
     from deepspeed.utils import groups
@@ -59,7 +60,7 @@ def build(
     try:
         ds, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=unit)
     except (AssertionError, ValueError, NotImplementedError) as error:
-        # A combination of keys that only the engine refuses; all ranks find it.
+        # A combination of keys that only the engine refuses, alike on all ranks.
         raise Shared(f"DeepSpeed refuses the JSON: {' '.join(str(error).split())}") from error
     ds.train()
     return Engine(ds, mesh, process)
@@ -88,8 +89,8 @@ def build_model(
 ) -> Decoder:
     """This rank's part of the decoder with its weights, in the training dtype, on the device.
 
-    Under ZeRO-3 each module is partitioned as it is made. Weights come by rows, so they are the
-    same in every layout and no host holds more of them than it must.
+    Under ZeRO-3 each module is partitioned when it is created. Weights are drawn by rows, so they
+    are the same in every layout and no host holds more of them than its own part.
     """
     import deepspeed
 

@@ -10,7 +10,7 @@ import torch
 
 
 def join_deepspeed(device: torch.device) -> None:
-    """Let it use the process group; without what takes long and is not used here."""
+    """Let DeepSpeed use the process group, without parts that take long and are not used here."""
     import deepspeed
 
     quiet()
@@ -36,7 +36,7 @@ def import_muon_uncompiled() -> None:
 
 
 def quiet() -> None:
-    """Warnings only from DeepSpeed, and none about names that DeepSpeed itself still uses."""
+    """Show only warnings of DeepSpeed, and none about names that DeepSpeed itself still uses."""
     from deepspeed.runtime import bf16_optimizer
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

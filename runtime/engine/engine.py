@@ -37,7 +37,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update. `loss` and `grad_norm` may still be on their way from the device."""
+    """The result of one update; `loss` and `grad_norm` may still be computed on the device."""
 
     loss: torch.Tensor  # () fp32, mean over the targets of the global batch, equal on all ranks
     grad_norm: torch.Tensor | float  # global, before clipping
@@ -50,7 +50,7 @@ class StepResult:
 
 
 def untrained(tokens: int, device: torch.device) -> StepResult:
-    """The result of a step that is counted without moving the weights: no loss was taken."""
+    """The result of a step that counts without moving the weights; its loss is NaN."""
     nothing = torch.full((), float("nan"), device=device)
     return StepResult(loss=nothing, grad_norm=nothing, tokens=tokens, targets=0, skipped=True)
 
@@ -113,9 +113,9 @@ class Engine:
         )
 
     def fragments(self) -> list[Fragment]:
-        """What this rank owns of weights and optimizer states: live fp32 memory, by name.
+        """Parts of weights and optimizer states that this rank owns, by name: live fp32 memory.
 
-        Makes the optimizer's states where no step has made them yet.
+        Creates the optimizer's states where no step has created them yet.
         """
         from checkpoint import fragments as owned
 
@@ -123,28 +123,28 @@ class Engine:
         return owned.fragments(self.ds, self.mesh.tensor.index)
 
     def replicas(self) -> list[Replica]:
-        """Working weights of this rank that other ranks must hold too, to the bit."""
+        """Working weights of this rank that other ranks must hold too, equal to the bit."""
         from checkpoint import fragments as owned
 
         return owned.replicas(self.ds, self.mesh)
 
     def optimizer_step(self) -> int | None:
-        """Updates that moved the weights, as the optimizer counts; None for one that does not."""
+        """Number of updates that moved the weights; None where the optimizer does not count."""
         from checkpoint import fragments as owned
 
         return owned.optimizer_step(self.ds)
 
     def after_load(self, optimizer_step: int) -> None:
-        """Bring working weights and step counts in line with filled fragments; a collective."""
+        """Copy loaded fragments into working weights and set step counts; a collective."""
         from checkpoint import fragments as owned
 
         owned.after_load(self.ds, optimizer_step)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
-        """Mean loss over the targets of all ranks' micro-batches, a () fp32 tensor.
+        """Mean loss over the targets of all ranks' micro-batches, a () fp32 tensor; a collective.
 
-        Every rank must bring the same number of micro-batches: ZeRO-3 gathers in step.
+        Every rank must bring the same number of micro-batches, because ZeRO-3 gathers weights.
         """
         self.ds.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.process.device)

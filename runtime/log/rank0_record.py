@@ -23,7 +23,7 @@ import torch
 from base.errors import UserError
 from base.units import GIB
 from checkpoint.format.epochs import Fenced
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.save.commit import SaveReport
 from data.stream.ledger import Ledger
 from model.cost import flops_per_token
@@ -44,7 +44,7 @@ from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
-from runtime.saving import Note
+from runtime.save_writers import Note
 
 # Kinds of notes at a save that people must learn at once, through the alert command.
 PASSED_ON = ("save_stuck", "drift")
@@ -181,7 +181,7 @@ class RunRecord:
                     self.alert(one.kind, one.text, **facts)
                     self.writer.card(facts["step"], one.kind, one.text)
 
-    def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
+    def resumed(self, loaded: Any, changes: Iterable[RecipeChange]) -> None:
         """Record from which checkpoint this attempt goes on, and which knobs differ from it."""
         for path, problems in loaded.damaged:
             for kind in sorted({problem.kind for problem in problems}):

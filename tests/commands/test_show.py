@@ -6,19 +6,17 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import run_command
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
+from base.paths import ROOT
 from base.table import scaled, table
 from commands import recipes as recipes_list
 from commands import show
 from recipes.compose import recipe_names
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(autouse=True)

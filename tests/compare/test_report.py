@@ -1,6 +1,6 @@
-"""compare/: what a report says of runs, from hand-made records.
+"""compare/: reports of hand-made records, their pictures and their TensorBoard pages.
 
-Nothing is trained here; test_sweep.py starts the real thing.
+Nothing is trained here; tests/commands/test_compare.py starts real runs.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ def test_a_failed_variant_is_a_row_with_its_reason(two_sides, tmp_path):
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
-        ("a", "names 1 runs; give two or more"),
-        ("a a b", "a stands there twice"),
+        ("a", "names 1 run; give two or more"),
+        ("a a b", "a is given twice"),
         ("a none", "none: no record of a run"),
     ],
 )
@@ -247,7 +247,7 @@ def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys,
     assert compare.main(["--runs", runs]) == 93
     assert said in capsys.readouterr().err
     assert compare.main(["--runs", "a b", "--sweep", "zero=1,2"]) == 93
-    assert "RUNS and SWEEP" in capsys.readouterr().err
+    assert "RUNS takes runs that exist, SWEEP makes new ones" in capsys.readouterr().err
 
 
 # ---- what is looked at

@@ -1,4 +1,4 @@
-"""docs/: every command is one that make takes; those that need no cluster are run."""
+"""Commands, files and messages that docs/ names exist; commands without a cluster are run."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ENTRY = 'if __name__ == "__main__":\n'
 
 
 def infect(clone: Path, *faults: dict) -> None:
-    """Give the clone these faults instead of earlier ones; none makes it well."""
+    """Give the clone these faults instead of earlier ones; an empty list removes them."""
     (clone / "FAULTS.json").write_text(json.dumps(faults))
     (clone / "faults.py").write_text(Path(__file__).read_text())
     path = clone / "pretrain.py"
@@ -28,7 +28,7 @@ def infect(clone: Path, *faults: dict) -> None:
 
 
 def install() -> None:
-    """In a rank of the clone: make losses sick where FAULTS.json says."""
+    """Change the losses that FAULTS.json names; called in a rank of the clone."""
     from model import loss
     from parallel import sharded_modules
     from runtime.health import health_monitor

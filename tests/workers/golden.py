@@ -1,6 +1,6 @@
 """The golden curve: the first 100 losses of the tiny recipe, in full precision.
 
-    python tests/workers/golden.py        record it anew (a change that means to change the numbers)
+    python tests/workers/golden.py        records it again, after an intended change of the numbers
 
 Equal to the bit where the fingerprint - torch, CPU capability, threads - is the recorded one; else
 to 1e-5, because kernels differ in their last bits and the steps amplify that (with AVX-512 kernels

@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_choosing.py."""
+"""Checkpoints whose manifests were changed, for tests of what is found before a load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def folder(run, step):
 
 
 def rewritten(run, change):
-    """The newest checkpoint with a manifest changed by someone who also fixes its checksum."""
+    """Change the manifest of the newest checkpoint and correct its checksum."""
     path = folder(run, 1000) / "MANIFEST.json"
     body = json.loads(path.read_text())
     del body["checksum"]

@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_metrics.py."""
+"""Writes metrics lines with plausible numbers, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_writer(folder: Path, **options) -> MetricsWriter:
 
 
 def write_step(writer: MetricsWriter, step: int, **changes) -> dict:
-    """One line with plausible numbers; 100 tokens a step in 0.5 s."""
+    """Write one line with plausible numbers: 100 tokens in 0.5 s."""
     fields = dict(
         loss=5.0 / step,
         grad_norm=1.0,
