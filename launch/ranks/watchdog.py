@@ -158,6 +158,10 @@ class Watchdog:
                 late.append(Hung(rank, heard.beat, heard.silent_s, limit_s))
         return max(late, key=lambda hung: hung.silent_s - hung.limit_s, default=None)
 
+    def failure(self, rank: int) -> Failure | None:
+        """The exception that a rank reported before it ended."""
+        return read_failure(self._path(rank, FAILURE.removeprefix(".")))
+
     def last(self, rank: int) -> Beat:
         """The last beat of a rank, also after its end."""
         return read_beat(self._path(rank, "beat")) or self.heard[rank].beat
