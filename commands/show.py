@@ -26,7 +26,8 @@ from data.stream.sources import drawn
 from data.stream.stream import open_stream
 from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
-from recipes.compose import Composed, compose
+from recipes.compose import compose
+from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
