@@ -55,11 +55,6 @@ class SupervisorLog:
             self._progress = attempts.progress_of(self.folder)
         return self._progress
 
-    def place(self) -> tuple[int, int, int]:
-        """The same as (segment, newest step, newest saved step)."""
-        found = self.progress()
-        return found.segment, found.step, found.saved_step
-
     def trouble(self) -> str | None:
         """The reason why nothing can be recorded now; None where it can, or nothing was yet."""
         if self._progress == attempts.Progress():
