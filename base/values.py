@@ -139,13 +139,15 @@ def knob(
     high=None,
     above=None,
     below=None,
+    kind="",
 ):
     """A dataclass field of a recipe with its documentation and range.
 
     Legal values satisfy `low <= value <= high` and `above < value < below`; `choices` are all
-    legal texts; `default` REQUIRED means that the recipe must give a value.
+    legal texts; `default` REQUIRED means that the recipe must give a value. `kind` is
+    the type in words, where the annotation does not show it.
     """
-    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
+    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices), kind=kind)
     metadata |= dict(low=low, high=high, above=above, below=below)
     if default is REQUIRED:
         return field(metadata=metadata, kw_only=True)

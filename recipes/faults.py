@@ -119,5 +119,6 @@ class Alerts:
         (),
         "[program, argument, ...] started for each alert without a shell; the text comes on its"
         " standard input and in ALERT_TEXT, the kind in ALERT_KIND; [] = none",
+        kind="list of texts",
     )
     timeout_s: int = knob(10, "the command is killed after this", unit="seconds", low=1, high=600)

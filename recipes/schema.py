@@ -76,6 +76,7 @@ class Source:
         1.0,
         "share of the tokens, relative to the other sources; or stages [[data step, weight], ...],"
         " the first step 0",
+        kind="number, or list of [data step, number]",
     )
     max_epochs: float | None = knob(
         None, "refuse a run that would repeat this source more often", above=0, high=1e9
@@ -101,15 +102,20 @@ class Skip:
         (),
         "[[first, end], ...]: batches left out, training goes on with the next one",
         unit="steps",
+        kind="list of [first, end]",
     )
     no_update: Any = knob(
-        (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"
+        (),
+        "[[first, end], ...]: batches that count as steps but do not train",
+        unit="steps",
+        kind="list of [first, end]",
     )
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
         " by number, that give no loss in these data steps; end null = to the end of the run; with"
         " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
+        kind="list of {source, documents, steps}",
     )
 
 
@@ -201,6 +207,45 @@ class Cluster:
         above=0,
         high=1e6,
     )
+    gpu: str | None = knob(
+        None, "name of the GPU in plan/published/gpus.csv, whose data sheet the planner uses"
+    )
+    matmul_tflops: float | None = knob(
+        None,
+        "what a large matrix product reaches alone, for the planner; null = data sheet",
+        unit="TFLOP/s",
+        above=0,
+        high=1e6,
+    )
+    memory_gib: float | None = knob(
+        None, "memory of one GPU; null = data sheet", unit="GiB", above=0, high=1e6
+    )
+    memory_gb_s: float | None = knob(
+        None, "memory bandwidth of one GPU; null = data sheet", unit="GB/s", above=0, high=1e7
+    )
+    link_gb_s: float | None = knob(
+        None,
+        "one direction of one GPU's links inside the scale-up domain; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    domain: int | None = knob(
+        None, "GPUs that the fast links join; null = data sheet, or one host", low=1, high=2**20
+    )
+    nic_gb_s: float | None = knob(
+        None,
+        "one direction of the network, per GPU; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    price_per_hour: float | None = knob(
+        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+    )
+    calibration: str | None = knob(
+        None, "file that `make calibrate` wrote: the planner uses its rates instead"
+    )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
@@ -238,6 +283,7 @@ class Parallel:
         "first decoder block of every pipeline stage but the first, such as [7,14,21]; null ="
         " balanced by cost, with embedding and head counted",
         unit="blocks",
+        kind="list of integers",
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
@@ -273,6 +319,7 @@ class Checkpoint:
         "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
         " Young's formula, from measured times and cluster.mtbf_hours",
         unit="steps",
+        kind="integer or auto",
     )
     mode: str = knob(
         "sync",
@@ -391,7 +438,10 @@ class Recipe:
         None, "length of the run; or give tokens", unit="steps", low=1, high=MANY
     )
     tokens: Any = knob(
-        None, "length of the run: a number, or chinchilla = 20 per parameter", unit="tokens"
+        None,
+        "length of the run: a number, or chinchilla = 20 per parameter",
+        unit="tokens",
+        kind="integer or chinchilla",
     )
     stop_after: int | None = knob(
         None, "end after this step without touching the schedule", unit="steps", low=1, high=MANY
@@ -405,19 +455,26 @@ class Recipe:
         " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
         " null = none",
         unit="tokens",
+        kind="list of [data step, tokens]",
     )
     batch_tokens: Any = knob(
         REQUIRED,
         "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
         unit="tokens",
+        kind="integer, or list of [step, tokens]",
     )
     micro_batch: int = knob(
         1, "sequences per rank and forward pass", unit="sequences", low=1, high=2**20
     )
     precision: str = knob("bf16", "bf16 = bf16 weights, fp32 master", choices=("bf16", "fp32"))
-    zero: Any = knob(1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/")
+    zero: Any = knob(
+        1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/", kind="integer or text"
+    )
     warmup: Any = knob(
-        0.01, "linear warm-up: a fraction below 1 of the run, or a number of steps", unit="steps"
+        0.01,
+        "linear warm-up: a fraction below 1 of the run, or a number of steps",
+        unit="steps",
+        kind="number or integer",
     )
     eval_every: int = knob(
         0, "steps between evaluations on held-out documents; 0 = only at the end", low=0, high=MANY
@@ -450,7 +507,9 @@ class Recipe:
         choices=("auto", "fresh"),
     )
     allow: Any = knob(
-        (), "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
+        (),
+        "knobs that may differ from the checkpoint although they change the run: [optim.lr]",
+        kind="list of knob names",
     )
     init_from: str | None = knob(
         None,
