@@ -52,6 +52,11 @@ class Model:
     head_dim: int | None = knob(
         None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
     )
+    hidden_act: str = knob(
+        "silu",
+        "activation of the MLP's gate: silu (SwiGLU), gelu (exact), relu2 (squared ReLU)",
+        choices=("silu", "gelu", "relu2"),
+    )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
@@ -439,7 +444,7 @@ class Recipe:
     )
     tokens: Any = knob(
         None,
-        "length of the run: a number, or chinchilla = 20 per parameter",
+        "length of the run, rounded up to whole steps: a number, or chinchilla = 20 per parameter",
         unit="tokens",
         kind="integer or chinchilla",
     )
