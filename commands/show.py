@@ -26,7 +26,8 @@ from data.stream.sources import drawn
 from data.stream.stream import open_stream
 from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
-from recipes.compose import Composed, compose
+from recipes.compose import compose
+from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
@@ -83,6 +84,7 @@ def length(recipe: Recipe, resolved: Resolved, schedule: Schedule) -> dict[str, 
         "parameters": resolved.num_parameters,
         "steps": resolved.total_steps,
         "last_step": resolved.last_step,
+        "rounding": resolved.rounding,
         "warmup_steps": resolved.warmup_steps,
         "tokens": tokens,
         "tokens_per_parameter": tokens / resolved.num_parameters,
@@ -173,6 +175,7 @@ def text(shown: dict[str, Any]) -> str:
         " tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
+        *(f"  {line}" for line in [run["rounding"]] if line),
         *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",

@@ -11,6 +11,8 @@ from typing import Any
 
 from base.values import MANY, knob
 
+LONG = 10**7  # seconds: four months; every timer accepts it
+
 
 @dataclass(frozen=True)
 class Health:
