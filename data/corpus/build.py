@@ -67,7 +67,7 @@ def ensure(source: Source, root: Path) -> Path:
 
 def build(name: str, folder: Path) -> None:
     """Build a built-in corpus into `folder`, unless another process has built it meanwhile."""
-    progress = Progress(f"corpus {name}")
+    progress = ProgressLine(f"corpus {name}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         open(folder.parent / f".{folder.name}.lock", "a").close()
@@ -108,7 +108,7 @@ def build(name: str, folder: Path) -> None:
     )
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr: redrawn on a terminal, at most one every five seconds elsewhere."""
 
     def __init__(self, title: str):

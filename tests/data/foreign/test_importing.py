@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from digests import digest
 from index_bytes import encode
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from commands.corpus_verify import verify_corpus
@@ -407,7 +407,7 @@ def test_megatron_core_reads_our_files_and_we_read_its(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=200 * PATIENCE,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

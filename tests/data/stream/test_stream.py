@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from ranks import PATIENCE
 from small_corpora import (
     EOD,
     counting_document,
@@ -436,4 +437,4 @@ def test_a_flipped_byte_stops_the_first_step_that_touches_it(tmp_path):
 def test_the_loader_needs_no_torch():
     modules = "data.stream.stream, data.stream.ledger, data.corpus.build"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60 * PATIENCE)
