@@ -32,8 +32,8 @@ PROBED = (
     ("pretrain", "standing", "look for a checkpoint"),
     ("pretrain", "evaluation_batches", "held-out batches"),
     ("runtime.process.process", "start", "process group"),
-    ("runtime.engine.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
-    ("runtime.engine.engine", "build_model", "build and fill the model"),
+    ("runtime.engine.deepspeed_import", "import_muon_uncompiled", "import DeepSpeed's Muon"),
+    ("runtime.engine.build_engine", "build_model", "build and fill the model"),
     ("runtime.engine.engine", "Engine.train_step", STEPS),
     ("runtime.log.rank0_record", "RunRecord.__init__", "open the record (TensorBoard, console)"),
 )

@@ -57,6 +57,7 @@ from launch.ranks.screen import Screen
 from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
+from parallel.legal import split_group_problem
 from recipes.compose import compose_command
 from recipes.schema import Recipe
 from record.alerts import AlertSender
@@ -186,7 +187,8 @@ def start_across(
 ) -> int:
     """Check the recipe, then the hosts, and start ranks on them; returns the exit status."""
     checkpoint_gib = check(recipe, per_host * len(place.cluster.hosts))
-    refuse_split_groups(recipe, per_host)
+    if problem := split_group_problem(recipe, per_host, "NPROC"):
+        raise UserError(problem)
     environment = passed(os.environ, place.named)
     report_variables(place, environment)
     inspection = Inspection(
@@ -334,16 +336,6 @@ def keep_bundle(
 def log(line: str) -> None:
     """Print a line of the launcher."""
     print(line, flush=True)
-
-
-def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
-    """Raise UserError where a tensor group would cross hosts."""
-    tensor = recipe.parallel.tensor
-    if per_host % tensor:
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide the {per_host} ranks of each host, so a"
-            " tensor group would cross hosts; choose another NPROC or parallel.tensor"
-        )
 
 
 def end_with_parent() -> None:

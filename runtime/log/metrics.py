@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.redaction import redact, secret_values
 from base.run_variables import LAUNCH
 from base.units import GIB, MIB
@@ -207,8 +208,8 @@ class MetricsWriter:
     def step(self, numbers: StepNumbers) -> dict[str, Any]:
         """Record one finished step and return its line."""
         self._skipped_steps += bool(numbers.skipped)
-        written = records.strict_line(self._line(numbers))
-        records.write_line(self._file, written)
+        written = jsonl.encode(self._line(numbers))
+        jsonl.append(self._file, written)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(numbers.step, line)

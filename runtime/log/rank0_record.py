@@ -33,12 +33,12 @@ from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
 from runtime.log.metrics import MetricsWriter, StepNumbers, hyper_parameters
-from runtime.monitor.clock import Span
-from runtime.monitor.hardware import DeviceReading, RankTimes, Said
+from runtime.monitor.clock import TimeSpan
+from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
-from runtime.saving import Note
+from runtime.save_writers import Note
 
 # Kinds of notes at a save that people must learn at once, through the alert command.
 PASSED_ON = ("save_stuck", "drift")
@@ -51,7 +51,7 @@ class Finished:
     data: Any
     lr: float
     result: StepResult
-    span: Span
+    span: TimeSpan
     val_loss: torch.Tensor | None
     communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
@@ -135,7 +135,7 @@ class RunRecord:
         self.writer.sync()
         self.ledger.sync()
 
-    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def hardware(self, step: int, news: Iterable[News]) -> None:
         """Record news about GPUs and ranks; `step` is the step that was launched last."""
         try:
             self._hardware(step, news)
@@ -144,7 +144,7 @@ class RunRecord:
                 self._has_warned = True
                 self.console.log(f"warning: readings of the hardware are not recorded: {error}")
 
-    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def _hardware(self, step: int, news: Iterable[News]) -> None:
         for one in news:
             if isinstance(one, DeviceReading):
                 self.writer.devices(step, one.host, one.gpus)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
+from base.jsonl import append_line
 from commands import pretrain
 from commands.pretrain import goes_on, keep_bundle
 from launch import budget
@@ -31,7 +32,7 @@ from launch.slurm import requeued
 from launch.supervise import AttemptStart, supervise
 from record import presence, requests
 from record.attempts import Attempt, Progress, RankEnd
-from record.records import append_line, read_events, record_event
+from record.records import read_events, record_event
 from record.supervisor_log import SupervisorLog
 
 SECRET = "hunter2hunter2"

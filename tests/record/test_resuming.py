@@ -22,7 +22,7 @@ from checkpoint.lineage import lineage_of
 from checkpoint.load.outside_weights import same_everywhere
 from checkpoint.save.commit import save
 from checkpoint.save.retention import Keep
-from data.stream.collect import Collector
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.compose import compose_command
 from record import history
@@ -263,7 +263,7 @@ def lived(root, run, after, last, saves):
     run.mkdir(exist_ok=True)
     (run / "recipe.yaml").write_text("")
     segment = history.begin(run, None, after)
-    collector = Collector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
+    collector = LedgerCollector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
     for step in range(after + 1, last + 1):
         collector.add(stream.step(step, 0, 1, 8))
         if step in saves:

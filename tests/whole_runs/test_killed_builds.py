@@ -79,8 +79,8 @@ def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
 SLOW = """
 import sys
 sys.path[:0] = ["tests/workers"]
-from data.text import ingest, inputs
-inputs.UNIT_BYTES = 20000
+from data.text import ingest, unit_plan
+unit_plan.UNIT_BYTES = 20000
 from commands import corpus
 sys.exit(corpus.main(sys.argv[1:]))
 """

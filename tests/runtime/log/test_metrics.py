@@ -18,6 +18,7 @@ import torch
 from metric_lines import make_writer, write_step
 
 from base.errors import UserError
+from base.jsonl import encode
 from base.units import GIB
 from record.records import (
     TAIL_BYTES,
@@ -30,7 +31,6 @@ from record.records import (
     read_metrics,
     record_event,
     repair,
-    strict_line,
     truncate_after,
 )
 from runtime.engine.memory import peak_device_gib, peak_host_gib
@@ -184,7 +184,7 @@ def test_a_damaged_line_in_the_middle_is_passed_over_and_named_by_file_and_numbe
 
 def test_a_flipped_bit_anywhere_in_a_line_is_found():
     fields = {"kind": "saved", "step": 10, "checkpoint_stall_s": 0.5}
-    line = strict_line(fields).encode().rstrip()
+    line = encode(fields).rstrip()
     for bit in range(8 * len(line)):
         flipped = bytearray(line)
         flipped[bit // 8] ^= 1 << bit % 8
