@@ -5,6 +5,7 @@ cores.py                   How many cores this process may use: those it is boun
 durable.py                 Files and names that are there after a power cut, or not at all
 errors.py                  Errors that a user can put right
 exits.py                   How the Python entries end: what an exit status asks of whoever sta
+gpus.py                    GPUs that this host shows, found without torch
 lossy_output.py            Standard output and error of a process that outlives whoever reads
 paths.py                   Folders of this checkout
 redaction.py               Takes secrets out of whatever is written down or sent: values of se

@@ -17,6 +17,7 @@ from typing import Any
 
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
+from base.gpus import visible_gpus
 from base.paths import ROOT
 from base.table import scaled, table
 from base.units import GIB
@@ -29,6 +30,7 @@ from parallel.layout import parameters_per_stage
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
+from runtime.ds_config.key_rules import kernel_problems
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
 from runtime.resolve import Resolved, resolve
@@ -58,6 +60,10 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
     world = world or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
+    if recipe.cluster.device == "auto" and not visible_gpus():
+        problems = kernel_problems(resolved.config, "cpu: this machine shows no GPU")
+        if problems:
+            raise UserError(*problems)
     confirm(resolved.config)
     sources, refused = usage(recipe, schedule, resolved.last_step)
     return {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import glob
 import hashlib
 import os
 import re
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from base.cores import allow_open_files, usable
 from base.errors import Shared, UserError
+from base.gpus import visible_gpus
 from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
@@ -169,15 +169,6 @@ def num_threads(cluster: Cluster, local_world: int) -> int:
     if cluster.threads is None and chosen.isdecimal() and int(chosen):
         return int(chosen)
     return cluster.threads or max(1, usable() // local_world)
-
-
-def visible_gpus() -> list[str]:
-    """Device files of NVIDIA GPUs, unless CUDA_VISIBLE_DEVICES hides them all."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return []
-    return sorted(
-        path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)
-    )
 
 
 def first_does(action: Callable[[], Any]) -> Any:
