@@ -156,7 +156,7 @@ def weights(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, An
     """One line per kind of weight: name with N for the block, shapes here and in the model."""
     kinds: dict[tuple, int] = {}
     for name, parameter in parameters:
-        full = getattr(parameter, "shard", tensor.Shard(tuple(parameter.shape))).full
+        full = getattr(parameter, "shard", tensor.ParameterShard(tuple(parameter.shape))).full
         kind = re.sub(r"\.\d+\.", ".N.", name), tuple(parameter.shape), tuple(full)
         kinds[kind] = kinds.get(kind, 0) + 1
     return [

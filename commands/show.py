@@ -17,7 +17,6 @@ from typing import Any
 
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
-from base.gpus import visible_gpus
 from base.paths import ROOT
 from base.table import scaled, table
 from base.units import GIB
@@ -33,6 +32,7 @@ from runtime.ds_config.confirm import confirm
 from runtime.ds_config.key_rules import kernel_problems
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
+from runtime.process.visible_gpus import visible_gpus
 from runtime.resolve import Resolved, resolve
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from model.init import BLOCK_ROWS
 from parallel.mesh import Axis
-from parallel.tensor import Shard
+from parallel.tensor import ParameterShard
 
 # (name, full shape, seed, config, rows) -> those rows of a weight, fp32.
 Draw = Callable[[str, tuple[int, ...], int, Any, slice], torch.Tensor]
@@ -44,7 +44,7 @@ def fill_owned(
         if stage == 3:
             shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
             start = part.ds_numel * data.index
-        shard = getattr(parameter, "shard", Shard(shape))
+        shard = getattr(parameter, "shard", ParameterShard(shape))
         columns = slice(None)
         if shard.dim == 1:
             columns = slice(shard.offset, shard.offset + shape[1])

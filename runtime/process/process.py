@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from base.cores import allow_open_files, usable
 from base.errors import Shared, UserError
-from base.gpus import visible_gpus
 from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
@@ -36,6 +35,7 @@ from recipes.schema import Cluster
 from record.trust import keep_to_owner
 from runtime.engine import builds
 from runtime.process import rendezvous
+from runtime.process.visible_gpus import visible_gpus
 
 CLAIMS: list[socket.socket] = []  # names held until this process ends
 FIRST_REPORTS_S = 10.0  # how much later than another rank the first may find the same problem
