@@ -8,8 +8,7 @@
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
-#   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
-#   SPARES=1  TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
+#   TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.

@@ -32,8 +32,10 @@ from recipes.compose import compose
 from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
+from runtime.ds_config.key_rules import kernel_problems
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
+from runtime.process.visible_gpus import visible_gpus
 from runtime.resolve import Resolved, resolve
 
 
@@ -60,6 +62,10 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
     world = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
+    if recipe.cluster.device == "auto" and not visible_gpus():
+        problems = kernel_problems(resolved.config, "cpu: this machine shows no GPU")
+        if problems:
+            raise UserError(*problems)
     confirm(resolved.config)
     sources, refused = usage(recipe, schedule, resolved.last_step)
     return {
