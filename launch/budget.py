@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY
+from base.values import counted
 from launch.ranks.outcome import how
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
@@ -88,8 +89,8 @@ class Budget:
         self._fruitless = 0 if has_progressed else self._fruitless + 1
         if self._fruitless >= self._attempts:
             why = (
-                f"{self._fruitless} attempts in a row added no step and no checkpoint beyond step"
-                f" {self._best_step[1]} (restart.attempts={self._attempts})"
+                f"{counted(self._fruitless, 'attempt')} in a row added no step and no checkpoint"
+                f" beyond step {self._best_step[1]} (restart.attempts={self._attempts})"
             )
             return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
         wait_s = FIRST_WAIT_S * 2 ** (self._fruitless - 1) if self._fruitless else 0.0

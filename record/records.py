@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 from base.redaction import redacted, secret_values
 from base.tail import newest_lines, whole_bytes
+from base.values import counted
 from checkpoint import lineage
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
@@ -103,7 +104,7 @@ def repair(path: Path, log: Callable[[str], None] = print) -> bool:
         return False
     with open(path, "r+b") as file:
         file.truncate(kept)
-    log(f"{path}: dropped {size - kept} bytes of a half-written last line")
+    log(f"{path}: dropped {counted(size - kept, 'byte')} of a half-written last line")
     return True
 
 

@@ -24,6 +24,7 @@ import xxhash
 
 from base.durable import sync_folder
 from base.errors import UserError
+from base.values import counted
 from data.corpus.build import locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from data.corpus.corpus_writer import hash_limit
@@ -369,7 +370,9 @@ def _check_splits(by_file, done: list[Done], settings: Settings) -> None:
     for counts in by_file.values():
         total.update(counts)
     train, valid = total["documents_train"], total["documents_valid"]
-    found = f"of {train + valid} documents, {train} are for training and {valid} for validation"
+    found = (
+        f"{train} for training and {valid} for validation, of {counted(train + valid, 'document')}"
+    )
     if not train:
         dropped = Counter()
         for summary in summaries(done):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
+from base.values import first_of
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -239,5 +240,4 @@ def _twice(paths: list[Path]) -> list[str]:
 
 
 def _few(problems: list[str]) -> list[str]:
-    more = len(problems) - MOST_SHOWN
-    return problems[:MOST_SHOWN] + ([f"... and {more} more of this kind"] if more > 0 else [])
+    return first_of(problems, MOST_SHOWN, "of this kind")
