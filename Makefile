@@ -7,7 +7,7 @@
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
-#   SPARES=1
+#   SPARES=1  TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -35,6 +35,10 @@ SEGMENT ?=
 TO ?=
 WHY ?=
 PROMPT ?=
+TEMPERATURE ?=
+TOP_P ?=
+SEED ?=
+DTYPE ?=
 SWEEP ?=
 STEPS ?=
 REPEATS ?=
@@ -62,7 +66,8 @@ QUICK ?=
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
-	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
+	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY \
+	TEMPERATURE TOP_P SEED DTYPE
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -93,7 +98,7 @@ READY := .venv/ready
 READY_FOR_TESTS := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
@@ -128,8 +133,11 @@ recipes: $(READY) ## the recipes, with size and layout
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m commands.knobs $(if $(FIND),--find "$$FIND")
 
-status: $(READY) ## what RUN is doing now; how it ended, and the next command
-	@exec "$(PYTHON)" -m commands.status "$$RUN"
+runs: $(READY) ## all runs: state, steps, loss, checkpoint, the newest last
+	@exec "$(PYTHON)" -m commands.runs
+
+status: $(READY) ## what RUN (default: the newest run) is doing now; how it ended, and the next command
+	@exec "$(PYTHON)" -m commands.status $(if $(filter RUN,$(GIVEN)),"$$RUN")
 
 events: $(READY) ## what happened in RUN, newest last (KIND=attempt,saved FOLLOW=1)
 	@exec "$(PYTHON)" -m commands.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
@@ -160,12 +168,14 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m commands.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= DTYPE=fp32 OUT= TOKENIZER=)
 	@exec "$(PYTHON)" -m commands.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
-	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER") $(if $(DTYPE),--dtype "$$DTYPE")
 
-sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec "$(PYTHON)" -m commands.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
+sample: $(READY) ## text from RUN, a run or an exported folder (PROMPT= TOKENS= TEMPERATURE= TOP_P= SEED= STEP=)
+	@exec "$(PYTHON)" -m commands.sample "$$RUN" "--prompt=$$PROMPT" $(if $(STEP),--step "$$STEP") \
+	  $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEMPERATURE),"--temperature=$$TEMPERATURE") \
+	  $(if $(TOP_P),"--top-p=$$TOP_P") $(if $(SEED),"--seed=$$SEED")
 
 # One thread of the tokenizer for each worker process.
 corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
@@ -199,7 +209,7 @@ replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEG
 	@exec "$(PYTHON)" -m commands.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
-	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter command,$(origin RUN)),"--run=$$RUN") "--port=$$PORT"
+	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter RUN,$(GIVEN)),"--run=$$RUN") "--port=$$PORT"
 
 audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
 	@exec "$(PYTHON)" -m commands.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")

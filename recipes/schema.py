@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.values import MANY, REQUIRED, WIDE, knob
-from recipes.faults import Alerts, Health
+from recipes.faults import LONG, Alerts, Health, Restart, Watch
 
-# Knobs that had another name once: group -> {old name: name}. Recipes and checkpoints of that time
-# are read under it.
+# Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
 
-LONG = 10**7  # seconds: four months, which every timer takes
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -35,7 +33,7 @@ FP16 = (
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of the decoder, in Hugging Face's words (`LlamaConfig`)."""
+    """Shape of the decoder, under Hugging Face's names (`LlamaConfig`)."""
 
     vocab_size: int = knob(
         REQUIRED,
@@ -94,9 +92,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Skip:
-    """What of the data is left out. Ranges [first, end) are absolute data steps; they may overlap.
+    """Data that is left out. Ranges [first, end) are absolute data steps; they may overlap.
 
-    A range that is added to a run begins at data steps that are still ahead.
+    A range that is added to a run must begin at a data step that is still ahead.
     """
 
     advance: Any = knob(
@@ -122,7 +120,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on and how windows are cut from it."""
+    """The training data, and how it is divided into windows."""
 
     sources: dict[str, Source] = knob(
         REQUIRED, "name -> corpus, weight; the name is part of the order"
@@ -193,7 +191,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hardware, as far as the run must know it."""
+    """The hardware of a run."""
 
     device: str = knob(
         "auto", "auto = cuda where torch sees one, else cpu", choices=("auto", "cpu", "cuda")
@@ -207,6 +205,45 @@ class Cluster:
         unit="TFLOP/s",
         above=0,
         high=1e6,
+    )
+    gpu: str | None = knob(
+        None, "name of the GPU in plan/published/gpus.csv, whose data sheet the planner uses"
+    )
+    matmul_tflops: float | None = knob(
+        None,
+        "what a large matrix product reaches alone, for the planner; null = data sheet",
+        unit="TFLOP/s",
+        above=0,
+        high=1e6,
+    )
+    memory_gib: float | None = knob(
+        None, "memory of one GPU; null = data sheet", unit="GiB", above=0, high=1e6
+    )
+    memory_gb_s: float | None = knob(
+        None, "memory bandwidth of one GPU; null = data sheet", unit="GB/s", above=0, high=1e7
+    )
+    link_gb_s: float | None = knob(
+        None,
+        "one direction of one GPU's links inside the scale-up domain; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    domain: int | None = knob(
+        None, "GPUs that the fast links join; null = data sheet, or one host", low=1, high=2**20
+    )
+    nic_gb_s: float | None = knob(
+        None,
+        "one direction of the network, per GPU; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    price_per_hour: float | None = knob(
+        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+    )
+    calibration: str | None = knob(
+        None, "file that `make calibrate` wrote: the planner uses its rates instead"
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
@@ -230,7 +267,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of the axes of ranks. The data axis is what is left."""
+    """Sizes of the axes of ranks; the remaining factor of all ranks is the data axis."""
 
     tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
     sequence: bool = knob(
@@ -257,7 +294,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Log:
-    """What is written while training."""
+    """Output while training."""
 
     every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
     tensorboard: bool = knob(True, "write event files")
@@ -274,7 +311,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state of a run is saved, and which saves stay."""
+    """When the state of a run is saved, and which checkpoints are kept."""
 
     interval: Any = knob(
         0,
@@ -320,7 +357,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is watched of the machines while a run trains."""
+    """Readings of the machines while a run trains."""
 
     every_s: float | None = knob(
         None,
@@ -342,43 +379,13 @@ class Hardware:
     )
 
 
-@dataclass(frozen=True)
-class Restart:
-    """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
+def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens per step) of each piece of `batch_tokens`.
 
-    attempts: int = knob(
-        3,
-        "attempts in a row without a newer step that end the run; 0 = never start again",
-        low=0,
-        high=2**20,
-    )
-    wait_s: int = knob(
-        1800, "how long to wait for a lost host where no spare is left", low=0, high=LONG
-    )
-    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
-    host_failures: int = knob(
-        3, "failures within a day that bar a host from the run", low=1, high=2**20
-    )
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Seconds that a rank may be silent before its attempt is ended as hung; 0 = for ever."""
-
-    start_s: int = knob(
-        3600, "from the start of the process, and in its first steps", low=0, high=LONG
-    )
-    load_s: int = knob(3600, "while a checkpoint is loaded", low=0, high=LONG)
-    step_s: int = knob(
-        240, "in a step, or step_factor usual ones where that is longer", low=0, high=LONG
-    )
-    step_factor: float = knob(10.0, "see step_s", low=1, high=1e6)
-    evaluate_s: int = knob(1800, "in an evaluation", low=0, high=LONG)
-    save_s: int = knob(1800, "in a save", low=0, high=LONG)
-    end_s: int = knob(1800, "after the last step", low=0, high=LONG)
-    grace_s: int = knob(
-        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
-    )
+    A constant batch is one piece from step 0 on.
+    """
+    is_ramp = isinstance(batch_tokens, list | tuple)
+    return tuple(batch_tokens) if is_ramp else ((0, batch_tokens),)
 
 
 @dataclass(frozen=True)

@@ -121,19 +121,6 @@ def write_text_corpus(
     )
 
 
-def split_by_hash(valid_fraction: float) -> Callable[[str], str]:
-    """text -> "train" or "valid": the same document is always on the same side, whatever the others
-    are.
-    """
-    limit = hash_limit(valid_fraction)
-
-    def split(text: str) -> str:
-        is_held_out = xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) < limit
-        return "valid" if is_held_out else "train"
-
-    return split
-
-
 def hash_limit(valid_fraction: float) -> int:
     """A document is held out when the xxh3-64 of its text is below this number."""
     if not 0 <= valid_fraction < 1:

@@ -10,8 +10,6 @@ read and cut off before the next append.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from base import jsonl
 from base.errors import UserError
-from base.tail import newest_lines, whole_bytes
+from base.tail import newest_lines
 
 STEPS_FILE = "steps.jsonl"
 HAVE = {"step", "data_step", "samples", "batch_hash", "tokens"}  # fields of every line
@@ -56,10 +55,10 @@ class Ledger:
     def __init__(self, folder: Path, after_step: int | None = None, segment: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.segment = folder / STEPS_FILE, segment
-        _cut_torn_line(self.path)
+        jsonl.drop_torn_line(self.path)
         if after_step is not None:
             _cut_after(self.path, after_step, segment)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - until close
 
     def append(
         self,
@@ -103,21 +102,16 @@ class Ledger:
             "length": length,
         }
         line |= {name: value for name, value in unusual.items() if value is not None}
-        # One write call per line: a kill leaves whole lines and at most one torn one, the last.
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        written = os.write(self._fd, data)
-        if written != len(data):  # a full disk can end a write early without an error
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        jsonl.append(self._file, jsonl.encode(line))
 
     def sync(self) -> None:
         """Make all lines durable. May be called beside `append`, from another thread."""
-        os.fsync(self._fd)
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Make all lines durable and close the file."""
         self.sync()
-        os.close(self._fd)
+        self._file.close()
 
 
 def read_ledger(folder: Path) -> Iterator[dict]:
@@ -139,10 +133,10 @@ def read_ledger(folder: Path) -> Iterator[dict]:
 def _parsed(line: bytes) -> dict | None:
     """Fields of a line; None where it is damaged."""
     try:
-        values = json.loads(line)
+        values = jsonl.decode(line)
     except ValueError:
         return None
-    return values if isinstance(values, dict) and values.keys() >= HAVE else None
+    return values if values.keys() >= HAVE else None
 
 
 def _cut_after(path: Path, step: int, segment: int) -> None:
@@ -157,8 +151,3 @@ def _cut_after(path: Path, step: int, segment: int) -> None:
         cut = begins if values else cut
     if cut is not None:
         os.truncate(path, cut)
-
-
-def _cut_torn_line(path: Path) -> None:
-    if path.is_file():
-        os.truncate(path, whole_bytes(path))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from base.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import Recipe, batch_ramp
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def read_schedule(batch_tokens: Any, seq_len: int, seq_len_warmup: Any = ()) -> 
     Raises UserError with every problem and the nearest legal values.
     """
     is_ramp = isinstance(batch_tokens, list | tuple)
-    pieces = list(batch_tokens) if is_ramp else [[0, batch_tokens]]
+    pieces = list(batch_ramp(batch_tokens))
     problems = _shape_problems(batch_tokens, pieces)
     if not problems:
         problems = _start_problems(batch_tokens, [start for start, _ in pieces])

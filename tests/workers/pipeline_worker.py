@@ -27,7 +27,8 @@ from data.stream.stream import Stream, open_stream
 from parallel.communication_volume import pipeline_bytes
 from recipes.schema import Parallel, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
 from runtime.resolve import Resolved, resolve

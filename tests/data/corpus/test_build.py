@@ -81,7 +81,7 @@ def test_two_racing_processes_build_once_and_both_use_it(tmp_path):
         assert process.returncode == 0, err
         assert out.strip() == str(tmp_path / "corpora" / "c")
     assert not (tmp_path / "begun-b").exists()
-    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == [".c.lock", "c"]
+    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == ["c"]
 
 
 def test_a_killed_build_leaves_no_corpus_and_the_next_one_sweeps_and_builds(tmp_path, markov):
@@ -94,7 +94,7 @@ def test_a_killed_build_leaves_no_corpus_and_the_next_one_sweeps_and_builds(tmp_
     assert "c" not in left
     folder = build.ensure(Source(corpus="corpora/c", build="synthetic"), tmp_path)
     assert digest(folder) == digest(markov)
-    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == [".c.lock", "c"]
+    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == ["c"]
 
 
 def test_a_failing_build_leaves_nothing(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_failing_build_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(build.BUILDERS, "synthetic", failing)
     with pytest.raises(UserError, match="no text today"):
         build.ensure(Source(corpus="c", build="synthetic"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".c.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_an_absent_corpus_that_nothing_builds_is_refused_with_the_way_out(tmp_path):

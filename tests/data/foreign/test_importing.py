@@ -188,7 +188,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
         bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", log=said.append)
         assert tokens_of(tmp_path / f"c{kind}") == [*DOCUMENTS, [4, 4]]
         assert any("at their end: 1 of 5 documents" in text for text in said)
-    with pytest.raises(UserError, match="has no index, so its type is not known; give it"):
+    with pytest.raises(UserError, match="has no index and no header of a known format"):
         bring(folder, tmp_path / "d")
     with pytest.raises(UserError, match="dtype=float32: is not one of uint8"):
         bring(folder, tmp_path / "d", "dtype=float32")
