@@ -109,7 +109,8 @@ def prepare(arguments: list[str]) -> Run | None:
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    warnings = [*composed.warnings, *resolved.warnings, *stream.check(resolved.last_step)]
+    checked = stream.check(resolved.last_step, recipe.eval_tokens)
+    warnings = [*composed.warnings, *resolved.warnings, *checked]
     warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
