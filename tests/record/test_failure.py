@@ -88,16 +88,17 @@ def test_the_first_exception_of_a_rank_counts_and_reaches_its_launcher(tmp_path)
     heart.begin({BEATS: str(tmp_path), "RANK": "3"})
     heart.beat("save", 12)
 
-    def end() -> None:
-        heart.beat("end")
-        raise OSError("then")
+    def fail() -> None:
+        with heart.reporting():
+            try:
+                with heart.reporting():
+                    raise ValueError("first")
+            finally:
+                heart.beat("end")
+                raise OSError("then")
 
-    with pytest.raises(OSError, match="then"), heart.reporting():
-        try:
-            with heart.reporting():
-                raise ValueError("first")
-        except ValueError:
-            end()
+    with pytest.raises(OSError, match="then"):
+        fail()
     found = failure.read_failure(tmp_path / "rank-00003.failure")
     assert (found.type, found.text, found.phase, found.step) == ("ValueError", "first", "save", 12)
     assert found == heart.failure
