@@ -74,8 +74,6 @@ from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
 from runtime.resolve import resolve
 
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-
 
 def main(arguments: list[str]) -> int:
     """Run `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit status."""
@@ -374,7 +372,7 @@ def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return Checked(recipe, 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB)
+    return Checked(recipe, 2 * recipe.optim.checkpoint_bytes * resolved.num_parameters / GIB)
 
 
 if __name__ == "__main__":
