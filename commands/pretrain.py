@@ -73,8 +73,6 @@ from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
 from runtime.resolve import resolve
 
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-
 
 def main(arguments: list[str]) -> int:
     """Run `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit status."""
@@ -385,7 +383,7 @@ def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB
+    return 2 * recipe.optim.checkpoint_bytes * resolved.num_parameters / GIB
 
 
 if __name__ == "__main__":

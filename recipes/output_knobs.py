@@ -43,7 +43,8 @@ class Checkpoint:
     )
     mode: str = knob(
         "sync",
-        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
+        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns,"
+        " with AdamW),"
         " and written while training goes on; sync: training waits until it is on disk",
         choices=("sync", "async"),
     )

@@ -167,11 +167,17 @@ class Data:
     )
 
 
+# Optimizer -> bytes of fp32 state that it keeps for each parameter, beside the master weight: two
+# moments of AdamW, nothing of SGD. Memory, checkpoints and plans are counted by this table.
+OPTIMIZERS = {"adamw": 8, "sgd": 0}
+MASTER_BYTES = 4  # the fp32 weight of each parameter
+
+
 @dataclass(frozen=True)
 class Optim:
     """The optimizer and the learning rate as a function of the step."""
 
-    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=("adamw", "sgd"))
+    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=tuple(OPTIMIZERS))
     lr: float = knob(REQUIRED, "peak learning rate", low=1e-12, high=1e3)
     final_lr_ratio: float = knob(0.1, "learning rate at the end / peak", low=0, high=1)
     schedule: str = knob(
@@ -193,6 +199,11 @@ class Optim:
         high=1e6,
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0, high=1e12)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint for each parameter: the fp32 weight and the optimizer's state."""
+        return MASTER_BYTES + OPTIMIZERS[self.name]
 
 
 @dataclass(frozen=True)
