@@ -18,7 +18,8 @@ from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.table import table
 from recipes.check import knob_names
-from recipes.compose import GROUPS, group_options
+from recipes.compose import group_options
+from recipes.overrides import GROUPS
 from runtime.ds_config.keys import KEYS, OWNED
 
 

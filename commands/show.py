@@ -28,7 +28,8 @@ from launch.hosts.own_gpus import ranks_of_gpus
 from launch.hosts.place import add_place, planned_world
 from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
-from recipes.compose import Composed, compose
+from recipes.compose import compose
+from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems

@@ -18,7 +18,8 @@ from typing import Any
 
 from base.errors import UserError
 from recipes.check import LONGEST_NAME, folder_name
-from recipes.compose import compose_command, sweep_values
+from recipes.compose import compose_command
+from recipes.overrides import sweep_values
 from recipes.schema import Recipe
 from runtime.resolve import Resolved
 
