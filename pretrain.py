@@ -56,6 +56,7 @@ from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
+from runtime.same_recipe import same_recipe
 from runtime.saving import Saver, Unsaved
 from runtime.starting import (
     description,
@@ -118,6 +119,7 @@ def prepare(arguments: list[str]) -> Run | None:
     me = process.start(recipe.cluster)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    same_recipe(recipe, resolved.config, ranks)
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)

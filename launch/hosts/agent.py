@@ -35,6 +35,7 @@ from base.paths import ROOT
 from launch.hosts import facts, network
 from launch.ranks.rank_process import rank_variables
 from launch.ranks.ranks import RankListener, start_ranks
+from launch.ranks.recipe_file import recipe_file
 from launch.ranks.run_logs import RunLogs
 from launch.ranks.watchdog import Hung
 from recipes.schema import Watch
@@ -164,36 +165,39 @@ def do_ranks(order: dict[str, Any], node: int, reporter: Reporter, listener: Inp
     folder = order["run_folder"]
     if not os.access(ROOT / order["arguments"][0], os.R_OK) and order["arguments"][0] != "-m":
         raise UserError(f"{ROOT / order['arguments'][0]} cannot be read on {here['name']}")
-    ranks = start_ranks(
-        [sys.executable, *order["arguments"]],
-        environments(
-            os.environ | order["environment"],
-            node=node,
-            nodes=len(order["hosts"]),
-            per_node=order["per_node"],
-            address=here["address"],
-            port=order["port"],
-            interface=here["interface"],
-            devices=here["devices"],
-        ),
-        ROOT,
-        RankListener(show, ended, suspect if listener.has_pulse else None),
-        RunLogs(ROOT / folder if folder else None),
-        Watch(**order["limits"]) if order.get("limits") else None,
-    )
-    listener.on = {
-        "stop": ranks.stop,
-        "kill": lambda _: ranks.kill(),
-        "look": lambda _: ranks.look(),
-        "hung": lambda fields: ranks.condemn(Hung.of(fields)),
-    }
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: ranks.stop(number))
-    if listener.has_pulse:
-        listener.silence_s = SILENT_SHARE * order["lost_s"]
-    threading.Thread(target=pulse, args=(reporter,), daemon=True).start()
-    reporter.send("started", host=socket.gethostname(), pid=os.getpid())
-    ranks.wait()
+    with contextlib.ExitStack() as stack:
+        text = order.get("composed")
+        composed = [stack.enter_context(recipe_file(text))] if text else []
+        ranks = start_ranks(
+            [sys.executable, *order["arguments"], *composed],
+            environments(
+                os.environ | order["environment"],
+                node=node,
+                nodes=len(order["hosts"]),
+                per_node=order["per_node"],
+                address=here["address"],
+                port=order["port"],
+                interface=here["interface"],
+                devices=here["devices"],
+            ),
+            ROOT,
+            RankListener(show, ended, suspect if listener.has_pulse else None),
+            RunLogs(ROOT / folder if folder else None),
+            Watch(**order["limits"]) if order.get("limits") else None,
+        )
+        listener.on = {
+            "stop": ranks.stop,
+            "kill": lambda _: ranks.kill(),
+            "look": lambda _: ranks.look(),
+            "hung": lambda fields: ranks.condemn(Hung.of(fields)),
+        }
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: ranks.stop(number))
+        if listener.has_pulse:
+            listener.silence_s = SILENT_SHARE * order["lost_s"]
+        threading.Thread(target=pulse, args=(reporter,), daemon=True).start()
+        reporter.send("started", host=socket.gethostname(), pid=os.getpid())
+        ranks.wait()
 
 
 def pulse(reporter: Reporter) -> None:
