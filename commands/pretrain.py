@@ -38,6 +38,7 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.cores import allow_open_files
 from base.errors import UserError
 from base.exits import FAILED
+from base.launcher_variables import of_a_step, of_launchers, unused
 from base.lossy_output import make_lossy
 from base.parent_death import signal_at_parent_death
 from base.units import GIB
@@ -96,6 +97,7 @@ def main(arguments: list[str]) -> int:
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
+        report_left_over(options.slurm)
         if place is None:
             return start_here(composed, per_host, options.once)
         status = start_across(composed, place, per_host, options.once)
@@ -135,7 +137,9 @@ def start_here(composed: Composed, ranks: int | None, once: bool) -> int:
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
-    if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
+    # One rank, too, has a gloo group, and NCCL looks for its interface.
+    has_gpus = "NCCL_SOCKET_IFNAME" in os.environ and bool(gpus().get("cards"))
+    if wrong := network.missing_interfaces(os.environ, has_gpus):
         raise UserError(*(f"{line}; unset it" for line in wrong))
     check(recipe, ranks)
     for note in remove_stale_locks(os.environ):
@@ -336,6 +340,13 @@ def keep_bundle(
     shown = str(made.relative_to(supervisor_log.folder)) if made else None
     supervisor_log.event("gave_up", reason=why, bundle=shown)
     return made
+
+
+def report_left_over(is_slurm: bool) -> None:
+    """Warn of variables of another launcher: this one was asked for by name, and decides."""
+    names = of_launchers(os.environ) + ([] if is_slurm else of_a_step(os.environ))
+    if names:
+        log(f"warning: {unused(names)}")
 
 
 def log(line: str) -> None:

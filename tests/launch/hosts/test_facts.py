@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import ROOT
 from scripted_cards import script
@@ -148,6 +149,32 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     assert gloo.startswith("GLOO_SOCKET_IFNAME=lo,none0, but the interfaces are ")
     assert nccl.startswith("NCCL_SOCKET_IFNAME==l, but")
     assert network.missing_interfaces(environ, False) == [gloo]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", []),
+        ("^lo", ["eth0", "eth1"]),
+        ("^=eth0,lo", ["eth1"]),
+        ("^lo,eth", []),
+        ("ib", []),
+    ],
+)
+def test_interfaces_are_read_as_nccl_reads_them(wanted, left):
+    assert network.nccl_interfaces(wanted, ["eth0", "eth1", "lo"]) == left
+
+
+def test_what_only_nccl_understands_is_told_apart_from_a_missing_name():
+    [line] = network.missing_interfaces({"GLOO_SOCKET_IFNAME": "^lo"}, False)
+    assert line.startswith(
+        "GLOO_SOCKET_IFNAME=^lo (`^` and `=` are NCCL's), but the interfaces are"
+    )
+    assert network.missing_interfaces({"NCCL_SOCKET_IFNAME": "^none0"}, True) == []
+    every = ",".join(psutil.net_if_stats())
+    assert len(network.missing_interfaces({"NCCL_SOCKET_IFNAME": f"^{every}"}, True)) == 1
 
 
 def test_a_caller_with_the_token_is_answered_and_others_are_not():
