@@ -8,6 +8,7 @@
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
+#   TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -38,6 +39,10 @@ SEGMENT ?=
 TO ?=
 WHY ?=
 PROMPT ?=
+TEMPERATURE ?=
+TOP_P ?=
+SEED ?=
+DTYPE ?=
 SWEEP ?=
 STEPS ?=
 REPEATS ?=
@@ -73,6 +78,7 @@ READ_BY_layouts := RECIPE OVERRIDES ALL $(PLACES)
 READ_BY_dryrun := RECIPE OVERRIDES RANK $(PLACES)
 READ_BY_recipes :=
 READ_BY_knobs := FIND
+READ_BY_runs :=
 READ_BY_status := RUN
 READ_BY_events := RUN KIND FOLLOW
 READ_BY_stop := RUN NOW
@@ -83,8 +89,8 @@ READ_BY_rewind := RUN STEP SKIP EFFECT SEGMENT WHY
 READ_BY_branch := RUN STEP SEGMENT TO WHY OVERRIDES
 READ_BY_history := RUN
 READ_BY_reproduce := RUN NAME
-READ_BY_export := RUN STEP OUT TOKENIZER
-READ_BY_sample := RUN STEP PROMPT
+READ_BY_export := RUN STEP OUT TOKENIZER DTYPE
+READ_BY_sample := RUN STEP PROMPT TOKENS TEMPERATURE TOP_P SEED
 READ_BY_corpus := IN OUT TOKENIZER WORKERS OVERRIDES
 READ_BY_corpus-import := IN OUT TOKENIZER QUICK OVERRIDES
 READ_BY_corpus-verify := CORPUS WORKERS
@@ -108,7 +114,8 @@ OF_GOALS = $(foreach goal,$(or $(MAKECMDGOALS),help),$(READ_BY_$(goal)))
 READ = PYTHON $(OF_GOALS) $(if $(filter RUN,$(OF_GOALS)),RECIPE)
 
 KNOWN := PYTHON RECIPE $(PLACES) OVERRIDES RANK ALL FIND PORT TESTS RUN STEP PROMPT IN OUT TOKENIZER VOCAB WORKERS \
-	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO WHY
+	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO WHY \
+	TEMPERATURE TOP_P SEED DTYPE
 GIVEN := $(strip $(filter-out MAKEFLAGS SHELL,$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))))
 STRANGE := $(strip $(filter-out $(KNOWN),$(GIVEN)))
 ifneq ($(STRANGE),)
@@ -152,7 +159,7 @@ READY := .venv/ready
 READY_FOR_TESTS := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
@@ -187,8 +194,11 @@ recipes: $(READY) ## the recipes, with size and layout
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m commands.knobs $(if $(FIND),--find "$$FIND")
 
-status: $(READY) ## what RUN is doing now; how it ended, and the next command
-	@exec "$(PYTHON)" -m commands.status "$$RUN"
+runs: $(READY) ## all runs: state, steps, loss, checkpoint, the newest last
+	@exec "$(PYTHON)" -m commands.runs
+
+status: $(READY) ## what RUN (default: the newest run) is doing now; how it ended, and the next command
+	@exec "$(PYTHON)" -m commands.status $(if $(filter RUN,$(GIVEN)),"$$RUN")
 
 events: $(READY) ## what happened in RUN, newest last (KIND=attempt,saved FOLLOW=1)
 	@exec "$(PYTHON)" -m commands.events "$$RUN" "--kind=$$KIND" $(if $(filter 1,$(FOLLOW)),--follow)
@@ -219,12 +229,14 @@ history: $(READY) ## the lineage of RUN: segments, skips, changes, branches
 reproduce: $(READY) ## train RUN again from its record alone and compare every number (NAME=)
 	@exec "$(PYTHON)" -m commands.reproduce "$$RUN" "--name=$$NAME"
 
-export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= OUT= TOKENIZER=)
+export: $(READY) ## a checkpoint of RUN as a Hugging Face folder (STEP= DTYPE=fp32 OUT= TOKENIZER=)
 	@exec "$(PYTHON)" -m commands.export "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(OUT),--out "$$OUT") \
-	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER")
+	  $(if $(TOKENIZER),--tokenizer "$$TOKENIZER") $(if $(DTYPE),--dtype "$$DTYPE")
 
-sample: $(READY) ## text from RUN, a run or an exported folder (STEP= PROMPT=)
-	@exec "$(PYTHON)" -m commands.sample "$$RUN" --prompt "$$PROMPT" $(if $(STEP),--step "$$STEP")
+sample: $(READY) ## text from RUN, a run or an exported folder (PROMPT= TOKENS= TEMPERATURE= TOP_P= SEED= STEP=)
+	@exec "$(PYTHON)" -m commands.sample "$$RUN" "--prompt=$$PROMPT" $(if $(STEP),--step "$$STEP") \
+	  $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEMPERATURE),"--temperature=$$TEMPERATURE") \
+	  $(if $(TOP_P),"--top-p=$$TOP_P") $(if $(SEED),"--seed=$$SEED")
 
 # One thread of the tokenizer for each worker process.
 corpus: $(READY) ## build a corpus from text: IN= OUT= TOKENIZER= (WORKERS=, OVERRIDES="knob=value")
@@ -258,7 +270,7 @@ replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEG
 	@exec "$(PYTHON)" -m commands.replay "--step=$$STEP" "--segment=$$SEGMENT" $(PLACE) -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
-	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter command,$(origin RUN)),"--run=$$RUN") "--port=$$PORT"
+	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter RUN,$(GIVEN)),"--run=$$RUN") "--port=$$PORT"
 
 audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
 	@exec "$(PYTHON)" -m commands.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(filter 1,$(TEXT)),--text) $(if $(EVERY),--every "$$EVERY")

@@ -132,10 +132,11 @@ def _side_problems(folder: Path, manifest: dict) -> list[str]:
     tokenizer = manifest["tokenizer"]
     if tokenizer:
         try:
-            found = load_tokenizer(folder / tokenizer["folder"]).fingerprint()
-            if found != tokenizer["fingerprint"]:
+            found = load_tokenizer(folder / tokenizer["folder"])
+            if not found.is_recorded_as(tokenizer["fingerprint"]):
                 problems.append(
-                    f"{folder / tokenizer['folder']}: has the fingerprint {found[:16]}, expected "
+                    f"{folder / tokenizer['folder']}: has the fingerprint"
+                    f" {found.fingerprint()[:16]}, expected "
                     f"{tokenizer['fingerprint'][:16]}: restore it from a copy"
                 )
         except UserError as error:

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m commands.doctor", description=__doc__)
     add_place(parser)
     options = parser.parse_args(arguments)
-    report = Report()
+    report = DoctorReport()
     try:
         place = read_place(options)
         cluster = AgentCluster([Host("localhost", MOST_SLOTS)], ROOT)
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     return DO_NOT_RETRY if problems else 0
 
 
-class Report:
+class DoctorReport:
     """Prints the lines of the report, and counts the warnings among them."""
 
     def __init__(self):

@@ -146,7 +146,7 @@ def _row(recipe: Recipe, layout: Layout, gib: float) -> list[str]:
         sum(context_bytes(recipe, layout, micro_batches).values()),
         2 * pipeline_bytes(recipe, layout, micro_batches) if layout.pipeline > 1 else 0,
     ]
-    bubble = (layout.pipeline - 1) / (micro_batches + layout.pipeline - 1)
+    bubble = layout.bubble(micro_batches)
     return [
         *(str(getattr(layout, axis)) for axis in ("tensor", "context", "pipeline", "data")),
         str(layout.stage),

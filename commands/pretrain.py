@@ -329,7 +329,7 @@ def keep_bundle(
     """
     variables = watched(environ).items()
     known = {
-        "WHY.txt": f"{why}\n",
+        "WHY.txt": supervisor_log.explanation(why),
         "hosts.json": json.dumps(hosts, indent=2, default=str) + "\n",
         "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
     }

@@ -250,6 +250,7 @@ def prepare(request: ReplayRequest, folder: Path) -> None:
         checkpoint.mkdir(parents=True)
         for path in request.checkpoint.iterdir():
             os.link(path, checkpoint / path.name)
+        history.append(folder, {"kind": "linked", "run": request.recipe["run"]})
     (folder / "recipe.yaml").write_text(recipe_yaml(to_recipe(recipe, {}, [])[0]), "utf-8")
     for line in request.lines:
         if line.get("kind") == "segment" and line["segment"] > request.holder:

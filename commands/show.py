@@ -32,8 +32,10 @@ from recipes.compose import compose
 from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
+from runtime.ds_config.key_rules import kernel_problems
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
+from runtime.process.visible_gpus import visible_gpus
 from runtime.resolve import Resolved, resolve
 
 
@@ -60,6 +62,10 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
     world = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
+    if recipe.cluster.device == "auto" and not visible_gpus():
+        problems = kernel_problems(resolved.config, "cpu: this machine shows no GPU")
+        if problems:
+            raise UserError(*problems)
     confirm(resolved.config)
     sources, refused = usage(recipe, schedule, resolved.last_step)
     return {
@@ -85,6 +91,7 @@ def length(recipe: Recipe, resolved: Resolved, schedule: Schedule) -> dict[str, 
         "parameters": resolved.num_parameters,
         "steps": resolved.total_steps,
         "last_step": resolved.last_step,
+        "rounding": resolved.rounding,
         "warmup_steps": resolved.warmup_steps,
         "tokens": tokens,
         "tokens_per_parameter": tokens / resolved.num_parameters,
@@ -175,6 +182,7 @@ def text(shown: dict[str, Any]) -> str:
         " tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
+        *(f"  {line}" for line in [run["rounding"]] if line),
         *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",

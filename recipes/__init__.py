@@ -6,6 +6,7 @@ composed_file.py           A composed recipe as a file for ranks and restarts; d
 faults.py                  Knobs of the health policy and of alerts
 interpolation.py           Interpolations ${...}: which are allowed, and their values
 overrides.py               Overrides of a command line, and sweeps
+output_knobs.py            Knobs of what a run writes, saves and watches
 rules.py                   Rules between knobs that need no layout
 schema.py                  Every knob: name, type, default, unit, meaning and range
 """

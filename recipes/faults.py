@@ -11,6 +11,8 @@ from typing import Any
 
 from base.values import MANY, knob
 
+LONG = 10**7  # seconds: four months; every timer accepts it
+
 
 @dataclass(frozen=True)
 class Health:
@@ -119,5 +121,6 @@ class Alerts:
         (),
         "[program, argument, ...] started for each alert without a shell; the text comes on its"
         " standard input and in ALERT_TEXT, the kind in ALERT_KIND; [] = none",
+        kind="list of texts",
     )
     timeout_s: int = knob(10, "the command is killed after this", unit="seconds", low=1, high=600)

@@ -30,6 +30,7 @@ from data.corpus.block_hashes import side_file_bytes
 from data.corpus.indexed import Shard, check_shard
 from data.corpus.shard_writer import PublishedFile, file_hash
 from data.corpus.shards import Split
+from data.corpus.tokenizer import TextTokenizer
 
 FORMAT = "corpus-1"
 MANIFEST = "manifest.json"
@@ -86,6 +87,11 @@ class Corpus:
     def tokenizer_fingerprint(self) -> str | None:
         tokenizer = self.manifest["tokenizer"]
         return tokenizer["fingerprint"] if tokenizer else None
+
+    def is_made_with(self, tokenizer: TextTokenizer) -> bool:
+        """True where a tokenizer made the corpus, whichever end token was chosen for it."""
+        recorded = self.tokenizer_fingerprint
+        return recorded is not None and tokenizer.is_recorded_as(recorded)
 
     @property
     def notes(self) -> list[str]:

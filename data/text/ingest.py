@@ -24,7 +24,7 @@ import xxhash
 
 from base.durable import sync_folder
 from base.errors import UserError
-from data.corpus.build import locked
+from data.corpus.build_lock import locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.indexed import token_dtype
@@ -77,8 +77,13 @@ def build_corpus(
             made = _Build(files, out, tokenizer, settings, workers, log)
             try:
                 return made.run()
-            except BaseException:
+            except BaseException as error:
                 made.sweep()
+                if made.work.is_dir() and isinstance(error, UserError):
+                    log(
+                        f"finished work is kept in {made.work}, and the corrected command continues"
+                        " from it; remove that folder where there will be none"
+                    )
                 raise
     except OSError as error:
         if error.errno == errno.ENOSPC or "No space left" in str(error):
@@ -97,7 +102,8 @@ class _Build:
         self.settings, self.workers, self.log = settings, workers, log
         self.work = out.parent / f".{out.name}.work"
         self.folder = self.work / "corpus"
-        self.fingerprint = tokenizer.fingerprint()
+        # The end id is in every document, and no part of the tokenizer's fingerprint.
+        self.fingerprint = f"{tokenizer.fingerprint()}-{tokenizer.eod_id}"
         self.units = plan_units(files, settings.document)
         self.engine = "tokenizers"
 

@@ -1,7 +1,8 @@
 """The input files of a corpus: their order, their kind, and whether they are packed.
 
     path, glob or folder --find--> files in numeric order of their names
-    .jsonl .ndjson .json [.gz .zst] | .parquet | .txt .text [.gz .zst] | a folder made by `datasets`
+    .jsonl .ndjson .json .txt .text, each also with .gz .zst .xz .bz2 | .parquet
+    | a folder made by `datasets`
 
 Rule: the files and their order follow from the input alone, never from the order in which a file
 system lists names. A file of an unknown kind is refused, not passed over.
@@ -29,7 +30,13 @@ KINDS = {
     ".text": "text",
 }
 # First bytes of packed files. A .zst may also begin with a skippable frame, as pzstd writes it.
-PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+PACKED = {
+    ".gz": rb"\x1f\x8b",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".bz2": rb"BZh[1-9]",
+}
+LFS_POINTER = b"version https://git-lfs."
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
 ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
 MOST_SHOWN = 5
@@ -196,13 +203,17 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
         )
     try:
         with open(path, "rb") as file:
-            first = file.read(4)
+            first = file.read(64)
         size, mtime_ns = _size_and_time(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if first.startswith(LFS_POINTER):
+        raise UserError(
+            f"{path}: is a Git LFS pointer, not the file itself; fetch it: git lfs pull"
+        )
     if packed and first and not re.match(PACKED[packed], first):
         raise UserError(
-            f"{path}: is named {packed} but begins with {first!r}; rename it to what it is"
+            f"{path}: is named {packed} but begins with {first[:4]!r}; rename it to what it is"
         )
     if not packed and kind in ("jsonl", "text"):
         for other, magic in PACKED.items():

@@ -42,6 +42,13 @@ def rank_517() -> dict:
     return dryrun.collect("70b", [], 1024, "517")
 
 
+def test_a_hidden_size_that_is_no_multiple_of_the_heads_is_built_where_head_dim_is_given():
+    shape = ["hidden_size=264", "num_attention_heads=5", "num_key_value_heads=5", "head_dim=64"]
+    overrides = [f"model.{size}" for size in shape]
+    seen = dryrun.collect("tiny", overrides, None, "0")
+    assert sum(weights(seen).values()) == num_parameters(compose("tiny", overrides).recipe.model)
+
+
 def test_a_rank_in_the_middle_of_70b(rank_517):
     # 517 = (4 * 16 + 0) * 8 + 5: tensor is the fastest axis, then data, then pipeline.
     assert rank_517["place"] == {"pipeline": 4, "data": 0, "context": 0, "tensor": 5}

@@ -231,7 +231,7 @@ CORPUS_LINES = {"data/text/publish.py", "data/text/unit.py", "data/text/ingest.p
 # What a process writes to another one, through a pipe.
 PIPED_LINES = {"launch/hosts/agent.py", "launch/hosts/cluster.py", "launch/hosts/carriers.py"}
 # A file of one object, replaced as a whole.
-OBJECTS = {"checkpoint/format/epochs.py", "record/requests.py"}
+OBJECTS = {"checkpoint/format/epochs.py", "record/requests.py", "record/failure.py"}
 
 
 def test_one_file_writes_the_lines_of_a_run():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from digests import digest
+from ranks import PATIENCE
 
 from base.errors import UserError
 from data.corpus.corpus import open_corpus
@@ -74,7 +75,7 @@ def test_bytes_do_not_depend_on_batching_or_threads(tmp_path, monkeypatch):
         f"t.write(pathlib.Path({str(tmp_path / 'c')!r}), texts, shard_bytes=512)"
     )
     environment = dict(os.environ, RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60 * PATIENCE)
     assert digest(tmp_path / "a") == digest(tmp_path / "c")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from digests import digest
 from index_bytes import encode
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from commands.corpus_verify import verify_corpus
@@ -188,7 +188,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
         bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", log=said.append)
         assert tokens_of(tmp_path / f"c{kind}") == [*DOCUMENTS, [4, 4]]
         assert any("1 of 5 documents do not end" in text for text in said)
-    with pytest.raises(UserError, match="has no index, so its type is not known; give it"):
+    with pytest.raises(UserError, match="has no index and no header of a known format"):
         bring(folder, tmp_path / "d")
     with pytest.raises(UserError, match="dtype=float32: is not one of uint8"):
         bring(folder, tmp_path / "d", "dtype=float32")
@@ -407,7 +407,7 @@ def test_megatron_core_reads_our_files_and_we_read_its(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=200 * PATIENCE,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from scripted_cards import script
 
 from base.errors import UserError
@@ -185,7 +185,7 @@ def test_a_caller_with_the_token_is_answered_and_others_are_not():
     )
     waiting.start()
     with socket.socket() as stranger:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 5 * PATIENCE
         while stranger.connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
             time.sleep(0.05)
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
