@@ -16,8 +16,8 @@ from pathlib import Path
 
 from base.command_line import Parser, carry_out
 from plan.constants import FITTED, Constants
-from plan.own_runs import own_runs_report
 from plan.drawings import draw_scatter
+from plan.own_runs import own_runs_report
 from plan.scaling import draw_scaling
 from plan.validation import validation_report
 

@@ -12,6 +12,7 @@ import csv
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from base.paths import ROOT
 from base.units import GIB
@@ -43,7 +44,8 @@ class Machine:
     is_measured: bool = (
         False  # rates were measured in a step on this machine, not read from a sheet
     )
-    kernel_s: float = 0.0  # host time to start one operation, measured
+    base_gib: float = 0.0  # memory of a process before it holds a model, where that is counted
+    rates: Any = None  # plan.calibration.Rates of a measured machine
 
     @property
     def is_newer_than_ampere(self) -> bool:
