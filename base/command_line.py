@@ -1,9 +1,8 @@
-"""What the commands have in common: their words, and how they refuse.
+"""The arguments that all commands take, and the one way in which they refuse.
 
-The one rule: overrides come as words of their own, or as one text (`make` passes OVERRIDES so), and
-mean the same. Whatever a command cannot read or do as it was asked ends with lines `refused: ...`
-and
-the same status (base.exits).
+Overrides come as arguments of their own or as one text (`make` passes OVERRIDES so); both mean the
+same. A command that cannot read its arguments, or cannot do what it was asked, prints lines
+`refused: ...` and ends with the same exit status (base.exits).
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from typing import NoReturn
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED
-from base.values import split_words
+from base.values import split_arguments
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line that is refused as anything else is."""
+    """An argument parser whose errors are refusals like those of the commands."""
 
     def error(self, message: str) -> NoReturn:
-        """Of argparse, which would print all options and end with a status of its own."""
+        """Refuse; argparse would print all options and end with an exit status of its own."""
         sys.exit(refuse(UserError(message)))
 
 
-def add_words(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
-    """Let `parser` take words and `--overrides`; `words_of` reads both."""
+def add_overrides(parser: argparse.ArgumentParser, nargs: str, help: str) -> None:
+    """Let `parser` take arguments and `--overrides`; `arguments_of` reads both."""
     parser.add_argument("--overrides", default="", help="more of them, as one text")
-    parser.add_argument("words", nargs=nargs, help=help)
+    parser.add_argument("arguments", nargs=nargs, help=help)
 
 
-def words_of(options: argparse.Namespace) -> list[str]:
-    """All words, those of `--overrides` last. Raises UserError for a quote that does not end."""
-    return [*options.words, *split_words("OVERRIDES", options.overrides)]
+def arguments_of(options: argparse.Namespace) -> list[str]:
+    """All arguments, those of `--overrides` last. Raises UserError for a quote without its end."""
+    return [*options.arguments, *split_arguments("OVERRIDES", options.overrides)]
 
 
 def count_of(variable: str, text: str, least: int = 0) -> int:
-    """A count from a variable of make. Raises UserError where it is none, or below `least`."""
+    """The count in a variable of make. Raises UserError for no count, or one below `least`."""
     if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) >= least):
         raise UserError(f"{variable}={text[:80]}: give a number, such as {variable}=80")
     return int(text)
 
 
 def refuse(error: UserError) -> int:
-    """Print every problem; returns the exit status."""
+    """Print every problem and return the exit status of a refusal."""
     for problem in error.problems:
         print(f"refused: {problem}", file=sys.stderr)
     return DO_NOT_RETRY

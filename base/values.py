@@ -1,7 +1,7 @@
-"""What a person gave: read exactly, or refused with what is wrong. How a knob is declared.
+"""Exact reading of the values that a person gives, and the declaration of a knob.
 
-The one rule: a value is never bent into another one; 1.5 steps, true and nan are no numbers of
-anything. Every folder has these names from `recipes.schema`.
+Rule: a value is read exactly or refused, never changed into another one; 1.5 steps, true and nan
+are not counts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_float(value: Any) -> float:
 
 
 def as_written(value: Any) -> str:
-    """A value in the notation of recipes, for messages: null, true, [a, 1]; long ones cut."""
+    """A value in the notation of recipes, for messages: null, true, [a, 1]; shortened if long."""
     if isinstance(value, str | float):
         text = repr(value)
     else:
@@ -90,10 +90,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def split_words(variable: str, text: str) -> list[str]:
-    """Words given as one text, split by the shell's rules for quotes and blanks, nothing expanded.
+def split_arguments(variable: str, text: str) -> list[str]:
+    """Arguments given as one text, split by the shell's rules for quotes and blanks.
 
-    Raises UserError that names the `variable`.
+    Nothing is expanded. Raises UserError that names the `variable`.
     """
     try:
         return shlex.split(text)
@@ -112,7 +112,7 @@ def read_steps(text: str) -> range:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
+    """The end of a sentence: `; did you mean x?` for the nearest known dotted name, else `.`.
 
     The last part counts: `lr` is near `optim.lr`, and `model.x` is near nothing.
     """
@@ -140,9 +140,10 @@ def knob(
     above=None,
     below=None,
 ):
-    """A dataclass field with its documentation and range.
+    """A dataclass field of a recipe with its documentation and range.
 
-    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
+    Legal values satisfy `low <= value <= high` and `above < value < below`; `choices` are all
+    legal texts; `default` REQUIRED means that the recipe must give a value.
     """
     metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
     metadata |= dict(low=low, high=high, above=above, below=below)

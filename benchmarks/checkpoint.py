@@ -1,17 +1,17 @@
-"""Seconds to save and to load the same training state: this project, DeepSpeed, bare torch.
+"""Measures seconds to save and load one training state: this project, DeepSpeed, bare torch.
 
     python -m benchmarks.checkpoint --zero 3 --world 2 --repeats 7 --folder /some/disk
 
-    (a) ours       fragments -> commit.save (digests, commit, sampled read-back); restore.load
+    (a) ours       fragments -> commit.save (digests, commit, sampled read-back); restoring.load
     (b) deepspeed  save_checkpoint, load_checkpoint; under ZeRO-1 and 2 working weights as well
     (c) torch      torch.save of this rank's fp32 master and moments; torch.load, no pickle
-    (d) async      as (a), beside training: its save is the stall, the rest is not counted
+    (d) async      like (a) beside training: only the time that training stands still is counted
 
 Turns alternate (a b c d a b c d) on one engine, one disk, one thread per rank; the first round is
-not counted. The one rule: a save ends when all its files and folders are fsynced, that of (d) when
-training could go on, and a load when training could go on. Before a load - with (d) before anything
-is waited for - weights are spoiled and the files' pages dropped from the page cache; afterwards
-weights, moments and step must equal, to the bit, those before. Times are those of the slowest rank.
+not counted. Rule: a save ends when all its files and folders are fsynced, that of (d) when training
+can continue; a load ends when training can continue. Before a load the weights are overwritten and
+the pages of the files are dropped from the page cache; afterwards weights, moments and step must
+equal those before, to the bit. Times are those of the slowest rank.
 Writes benchmarks/results/checkpoint-*.json and .md. Units: seconds, bytes.
 """
 
@@ -38,7 +38,7 @@ from benchmarks.processes import ROOT
 from benchmarks.report import paired_ratios, quartiles, spread
 from benchmarks.step import commit, machine
 from benchmarks.workload import LR, Workload, count_targets, micro_batches, recipe_of, resolved_of
-from checkpoint.comm import Comm, Ranks
+from checkpoint.comm import Comm, RankComm
 from checkpoint.format.state import RunState, random_states
 from checkpoint.load.choosing import drop_from_cache
 from checkpoint.load.restoring import load
@@ -46,18 +46,19 @@ from checkpoint.save.background import Background
 from checkpoint.save.commit import save
 from model.cost import num_parameters
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.process import process
 
 TIME_LIMIT_S = 900
 MOST_BYTES_PER_PARAMETER = 12 * 1.01  # fp32 weights, two moments; 1 % for indexes and digests
 WIDTH = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
-MOST_STALL = 0.2  # of a save in the step
+MOST_STALL = 0.2  # of the time of a synchronous save
 KEYS = ("save_s", "save_cpu_s", "load_s", "load_cpu_s")
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks, then print and write what they measured; or be one of the ranks."""
+    """Start the ranks and write what they measured; or, started by torchrun, be one of them."""
     options = parse(arguments)
     if options.rank_of is not None:
         measure(options, options.rank_of)
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint")
     parser.add_argument("--millions", type=float, default=40, help="of parameters, about")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds")
@@ -95,13 +96,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def workload(millions: float, world: int) -> Workload:
-    """2.95 million parameters per block and 4.2 for the embedding; a step of few tokens."""
+    """Workload with 2.95 million parameters per block and 4.2 for the embedding, few tokens."""
     shape = Workload().shape | WIDTH | {"num_hidden_layers": max(1, round((millions - 4.2) / 2.95))}
     return Workload("fp32", 1, world, seq_len=64, micro_batch=1, accumulation=1, shape=shape)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """One rank: an engine after one update, then all rounds. AssertionError: a load differs."""
+    """Work of one rank: an engine after one update, then all rounds.
+
+    Raises AssertionError where a loaded state differs.
+    """
     work = workload(options.millions, options.world)
     recipe = recipe_of(work, zero=options.zero)
     me, resolved = process.start(recipe.cluster), resolved_of(recipe, options.world)
@@ -109,11 +113,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     batches = [to_device(batch, me.device) for batch in micro_batches(work, me.rank, "across")]
     engine.set_lr(LR)
     engine.train_step(batches, count_targets(work, "across"), work.tokens)
-    data = {"order_version": 1, "corpora": [], "window_tokens": recipe.seq_len}  # nobody reads any
+    data = {"order_version": 1, "corpora": [], "window_tokens": recipe.seq_len}  # no corpus is read
     health = {"skips_in_a_row": 0, "skipped_steps": 0}
     recorded = dataclasses.asdict(recipe)
     state = RunState(1, work.tokens, 1, recipe.seed, recorded, data, health=health)
-    ranks = Ranks(timeout_s=TIME_LIMIT_S)
+    ranks = RankComm(timeout_s=TIME_LIMIT_S)
     turns: dict[str, list[dict]] = {name: [] for name in CONTENDERS}
     for number in range(options.repeats + 1):
         for letter, (name, contender) in zip("abcd", CONTENDERS.items(), strict=True):
@@ -132,7 +136,7 @@ def turn(name: str, steps: Iterator, engine: Engine, ranks: Comm, folder: Path) 
     before = bits(engine)
     if ranks.rank == 0:
         folder.mkdir(parents=True)
-        os.sync()  # what earlier turns and other programs left must not be in this one's fsync
+        os.sync()  # so that this turn's fsync does not write what earlier turns left
     saved = timed(lambda: next(steps), ranks)
     for fragment in engine.fragments():
         fragment.tensor.fill_(7)
@@ -153,7 +157,7 @@ def turn(name: str, steps: Iterator, engine: Engine, ranks: Comm, folder: Path) 
 
 
 def timed(action: Callable[[], Any], ranks: Comm) -> tuple[float, float]:
-    """Seconds by the clock until the last rank is done, and on cores over all ranks."""
+    """Wall seconds until the last rank has finished, and CPU seconds of all ranks."""
     ranks.exchange(None, "start")
     began, cpu = time.perf_counter(), time.process_time()
     action()
@@ -172,7 +176,7 @@ def bits(engine: Engine) -> str:
     return text.hexdigest()
 
 
-# Contenders save up to their `yield` and load after it; (d) ends its save between two of them.
+# A contender saves before its `yield` and loads after it; (d) ends its save between two yields.
 def ours(engine: Engine, state: RunState, ranks: Comm, folder: Path) -> Iterator[None]:
     pieces, local = engine.fragments(), {"random": random_states()}
     report = save(folder.parent, 1, pieces, state.as_dict(), ranks, local=local)
@@ -197,15 +201,15 @@ def beside(engine: Engine, state: RunState, ranks: Comm, folder: Path) -> Iterat
 
 @functools.cache
 def background() -> Background:
-    """One for all rounds, as in a run: its memory is made once. A collective at its first call."""
-    return Background(Ranks(timeout_s=TIME_LIMIT_S))
+    """The Background of all rounds, whose buffers are made once. A collective at its first call."""
+    return Background(RankComm(timeout_s=TIME_LIMIT_S))
 
 
 def deepspeed(engine: Engine, state: RunState, ranks: Comm, folder: Path) -> Iterator[None]:
     engine.ds.save_checkpoint(folder, tag="step")  # ends with a barrier
     paths = sorted(folder.rglob("*"), key=lambda path: (path.stat().st_size, path.name))
     files = [path for path in paths if path.is_file()]
-    sync(*files[ranks.rank :: ranks.world])  # the large ones shared out evenly
+    sync(*files[ranks.rank :: ranks.world])  # each rank takes an equal share of the large files
     sync(folder, *(path for path in paths if path.is_dir()))
     yield
     assert engine.ds.load_checkpoint(folder, tag="step")[0] is not None
@@ -233,7 +237,7 @@ OURS, DEEPSPEED, _, ASYNC = CONTENDERS
 
 
 def sync(*paths: Path) -> None:
-    """fsync of files and folders."""
+    """fsync files and folders."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -241,8 +245,11 @@ def sync(*paths: Path) -> None:
 
 
 def summary(turns: dict[str, list[dict]], parameters: int) -> dict[str, Any]:
-    """Quartiles of each contender, and of its times over ours round by round: above 1 = ours is
-    faster. Raises AssertionError where ours stores more than it may."""
+    """Quartiles of each contender, and of the ratio of its times to ours in the same round.
+
+    A ratio above 1 means that ours is faster. Raises AssertionError where ours stores more bytes
+    than allowed.
+    """
     found = {name: {"bytes_per_parameter": turns[name][0]["bytes"] / parameters} for name in turns}
     for key in KEYS:
         seconds = {name: [turn[key] for turn in seen] for name, seen in turns.items()}
@@ -255,7 +262,7 @@ def summary(turns: dict[str, list[dict]], parameters: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The report."""
+    """Report as Markdown."""
     lines = ["# Checkpoint benchmark", "", f"`{result['command']}` at {result['commit']}.", ""]
     lines += [*(f"- {key}: {value}" for key, value in result["machine"].items())]
     lines += [

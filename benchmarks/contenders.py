@@ -1,13 +1,14 @@
-"""The programs that are compared, each a plain training loop over the same workload.
+"""Training programs that benchmarks.step compares, each a plain loop over the same workload.
 
     torch       bare loop: LlamaForCausalLM, fused AdamW, clip_grad_norm_ (DDP on several ranks)
     trainer     Hugging Face Trainer with DeepSpeed ZeRO-1
     ours        this project's engine at zero=1, plain causal rows as for the others
-    deepspeed   bare DeepSpeed ZeRO-1 with LlamaForCausalLM: what of the difference is the model
+    deepspeed   bare DeepSpeed ZeRO-1 with LlamaForCausalLM: the part of the difference due to the
+                model
     documents   ours with document masks, as in a real run
 
-The one rule: after each update a loop calls `turns.after_step(loss, times)`, which is where it
-pauses while others run, and ends when that says so. Weights, tokens, rate, betas, decay (matrices
+Rule: after each update a loop calls `turns.after_step(loss, times)`. It pauses there while others
+run, and the loop ends when it returns False. Weights, tokens, learning rate, betas, decay (matrices
 only) and clipping are the same everywhere; every baseline gets its fastest plain settings (fused
 AdamW, SDPA, no cache).
 """
@@ -31,14 +32,16 @@ from benchmarks.workload import (
 )
 from model.init import fill
 from runtime.engine.batches import to_device
-from runtime.engine.engine import DTYPES, build, quiet
+from runtime.engine.build_engine import build
+from runtime.engine.deepspeed_import import quiet
+from runtime.engine.engine import DTYPES
 from runtime.engine.optimizer import build_optimizer
 from runtime.monitor.clock import StepClock, StepTimes
 from runtime.process import process
 
 
 class Turns(Protocol):
-    """Where a loop pauses; see benchmarks.worker."""
+    """Interface at which a loop pauses (benchmarks.worker implements it)."""
 
     def begin(self) -> bool: ...
     def after_step(self, loss: float, times: StepTimes | None = None) -> bool: ...
@@ -72,7 +75,7 @@ def llama_batches(work: Workload, rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def run_torch(work: Workload, turns: Turns) -> None:
-    """Contender (a)."""
+    """Train with a bare torch loop (contender `torch`)."""
     me = process.start(recipe_of(work).cluster)
     core = llama(work)
     model = nn.parallel.DistributedDataParallel(core) if work.world > 1 else core
@@ -100,7 +103,7 @@ def run_torch(work: Workload, turns: Turns) -> None:
 
 
 def run_deepspeed(work: Workload, turns: Turns) -> None:
-    """Contender (d): the JSON of ours, the model of (a)."""
+    """Train with bare DeepSpeed: our JSON and Transformers' Llama (contender `deepspeed`)."""
     me = process.start(recipe_of(work).cluster)
     import deepspeed
 
@@ -132,7 +135,7 @@ def run_deepspeed(work: Workload, turns: Turns) -> None:
 
 
 def run_ours(work: Workload, turns: Turns, attend: str = "across") -> None:
-    """Contender (c); with attend="within" the row with document masks."""
+    """Train with this project's engine; `attend="within"` uses document masks."""
     recipe = recipe_of(work)
     me = process.start(recipe.cluster)
     resolved = resolved_of(recipe, work.world)
@@ -145,7 +148,7 @@ def run_ours(work: Workload, turns: Turns, attend: str = "across") -> None:
     while is_on:
         with clock.phase("data"):
             batches = [to_device(batch, me.device) for batch in numpy_batches]
-            if attend == "across":  # plain causal, without a mask, as the others
+            if attend == "across":  # plain causal attention without a mask, like the others
                 for batch in batches:
                     for name in ("segment_ids", "cu_seqlens", "max_seqlen"):
                         del batch[name]
@@ -157,12 +160,12 @@ def run_ours(work: Workload, turns: Turns, attend: str = "across") -> None:
 
 
 def run_documents(work: Workload, turns: Turns) -> None:
-    """Ours with document masks."""
+    """Train with this project's engine and document masks."""
     run_ours(work, turns, attend="within")
 
 
 def run_trainer(work: Workload, turns: Turns) -> None:
-    """Contender (b). Needs `accelerate`, which is no dependency of this project."""
+    """Train with Hugging Face's Trainer. Needs `accelerate`, no dependency of this project."""
     process.start(recipe_of(work).cluster)
     import accelerate  # noqa: F401  (missing: ImportError, which the worker reports)
     import deepspeed
@@ -173,7 +176,7 @@ def run_trainer(work: Workload, turns: Turns) -> None:
     losses: list[torch.Tensor] = []
 
     class Counted(Trainer):
-        """Rows in order, so that the batch is that of the others; keeps every loss, unrounded."""
+        """A Trainer that takes the rows in order and keeps every loss unrounded."""
 
         def _get_train_sampler(self, *_: Any) -> None:
             return None
@@ -184,7 +187,7 @@ def run_trainer(work: Workload, turns: Turns) -> None:
             return loss
 
     class Pause(TrainerCallback):
-        """Hands every step to `turns`."""
+        """Callback that passes every step to `turns`."""
 
         def on_step_end(self, args, state, control, **kwargs):
             # The ranks' shares add up; with several ranks the Trainer scales each by their number.
@@ -228,7 +231,7 @@ def run_trainer(work: Workload, turns: Turns) -> None:
 
 
 class RepeatedRows(torch.utils.data.Dataset):
-    """The global batch over and over, one row an item, in the order in which ranks take rows."""
+    """Repeat the global batch, one row an item, in the order in which ranks take rows."""
 
     def __init__(self, work: Workload):
         by_rank = [llama_batches(work, rank) for rank in range(work.world)]
@@ -247,7 +250,7 @@ class RepeatedRows(torch.utils.data.Dataset):
 
 
 def prepare_deepspeed(deepspeed: Any) -> None:
-    """As in runtime.engine.engine: no needless build of a shared-memory op, warnings only."""
+    """Import DeepSpeed as runtime.engine.deepspeed_import does: no shared-memory op, quiet."""
     quiet()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -1,12 +1,12 @@
-"""`make crash`: SIGKILL at every moment of a save; the run must end as if nothing had happened.
+"""`make crash`: kills a run at every moment of a save and checks that it ends unharmed.
 
     python -m benchmarks.crash [--find "async torn"] [--sample 100]
 
-Moments are recorded in a run that nothing stops (tests/crash.py): what the save announces, and
-every call by which a rank opens, writes, syncs, renames or removes a file or waits for the others.
-Each is met again x rank 0, 1, last or all at once, x in the middle of a write, x a run's first save
-and one that removes an old checkpoint, x saves in the step and beside it. Exit status 1 where one
-fails.
+The moments are recorded in an uninterrupted run (tests/workers/crash.py): the points that the save
+announces, and every call by which a rank opens, writes, syncs, renames or removes a file or waits
+for the others. At each moment SIGKILL is sent to rank 0, rank 1, the last rank or all ranks; also
+in the middle of a write; in the first save of a run and in one that removes an old checkpoint; in
+synchronous and in asynchronous saves. Exit status 1 where a case fails.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from base.paths import ROOT
+
 sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
-import torch  # noqa: E402
-from crash import Case, cases, crash  # noqa: E402
+import torch
+from crash import Case, cases, crash
 
 SAVES = [(mode, step) for mode in ("sync", "async") for step in (2, 4)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of `python -m benchmarks.crash`; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="make crash", description=__doc__)
-    parser.add_argument("--find", default="", help="only cases whose description has these words")
-    parser.add_argument("--sample", type=int, help="so many cases, chosen by chance")
+    parser.add_argument("--find", default="", help="words that the description must have")
+    parser.add_argument("--sample", type=int, help="number of cases, chosen at random")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the ranks are forked
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(chosen: Sequence[Case], folder: Path) -> tuple[list[str], collections.Counter]:
-    """(problems, how often each step was gone on from) of all cases, on all cores."""
+    """Run all cases on all cores; returns the problems, and how often each step was resumed."""
     problems, outcomes = [], collections.Counter()
     context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
@@ -80,7 +81,7 @@ def run(chosen: Sequence[Case], folder: Path) -> tuple[list[str], collections.Co
 
 
 def one(case: Case, folder: Path) -> int:
-    """A case in a folder of this worker's own; the step that the run went on from."""
+    """Run one case in this worker's own folder; returns the step from which the run resumed."""
     own = folder / f"worker-{os.getpid()}"
     own.mkdir(exist_ok=True)
     return crash(own, case)

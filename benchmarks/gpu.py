@@ -1,4 +1,4 @@
-"""What a GPU must show, in one command of at most five minutes.
+"""Checks this project on a GPU, in one command of at most five minutes.
 
     python -m benchmarks.gpu                         on a machine with one CUDA GPU
     python -m benchmarks.gpu --device cpu            dry run in tiny shapes, checks the code only
@@ -6,14 +6,14 @@
 
     parity      losses in fp32 and bf16 against a plain fp32 loop on the CPU
     attention   variable-length kernel against masked SDPA: same numbers, speed
-    clock       the split of a step by CUDA events against the wall clock
+    clock       the parts of a step by CUDA events against the wall clock
     syncs       host synchronisations per step, ours and DeepSpeed's
     zero        ZeRO 1, 2, 3 in bf16: losses, speed, memory against the formulas
     mfu         about 1B parameters in bf16, recompute none / full, eager / compiled
 
-The one rule: no check can spoil another. Each has a process and a time limit of its own, their sum
-is below LIMIT_S, and a check that fails, hangs or is killed keeps the rows it gave. Prints one
-table, writes benchmarks/results/gpu.json (--out). Exit status: 0 all bounds kept, 1 not.
+Rule: no check can disturb another. Each has its own process and time limit, the sum of the limits
+is below LIMIT_S, and a check that fails, hangs or is killed keeps the rows that it has sent. Prints
+one table, writes benchmarks/results/gpu.json (--out). Exit status: 0 all bounds hold, 1 otherwise.
 
 A machine with Python 3.12, torch 2.11 and transformers 5.17 but no package index gets the rest as
 wheels. Where there is an index, fetch them (10 MB) into the ignored folder .whl:
@@ -54,7 +54,7 @@ from benchmarks.processes import ROOT
 from benchmarks.step import commit
 
 LIMIT_S = 300
-# Seconds, imports aside where another check covers them; in the order in which they run.
+# Seconds of each check, in the order in which they run. Imports are paid by the first of a process.
 BUDGETS_S = {"parity": 40, "attention": 20, "clock": 20, "syncs": 40, "zero": 50, "mfu": 125}
 
 
@@ -109,7 +109,7 @@ def run_checks(checks: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
 
 
 class Worker:
-    """One process of benchmarks.gpu_worker; `command` replaces it in tests."""
+    """One process of benchmarks.gpu_worker; tests pass another `command`."""
 
     def __init__(self, device: str, command: Sequence[str] | None = None):
         module = [sys.executable, "-m", "benchmarks.gpu_worker", device]
@@ -134,7 +134,7 @@ class Worker:
         return self.process.poll() is None
 
     def run(self, check: str, limit_s: float) -> dict[str, Any]:
-        """{"rows", "error", "seconds"} of one check; a worker that exceeds `limit_s` is ended."""
+        """Run one check; returns {"rows", "error", "seconds"}. Past `limit_s` it is ended."""
         began = time.monotonic()
         rows: list[dict[str, Any]] = []
         error = None
@@ -156,7 +156,7 @@ class Worker:
         return {"rows": rows, "error": error, "seconds": time.monotonic() - began}
 
     def reply(self, limit_s: float) -> dict[str, Any]:
-        """The next line of the worker. Raises TimeoutError, EOFError."""
+        """Next line of the worker. Raises TimeoutError, or EOFError where it has ended."""
         try:
             line = self.lines.get(timeout=max(0.0, limit_s))
         except queue.Empty:
@@ -166,18 +166,18 @@ class Worker:
         return json.loads(line)
 
     def listen(self) -> None:
-        """Collect the worker's lines; None after the last."""
+        """Collect the worker's lines in a thread; None after the last."""
         for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put(None)
 
     def tail(self) -> str:
-        """The end of what the worker printed."""
+        """Last lines that the worker printed."""
         self.log.seek(0)
         return self.log.read()[-1500:]
 
     def close(self) -> None:
-        """End the process; nothing in it needs saving."""
+        """Kill the process; it has nothing to save."""
         if not self.log.closed:
             self.process.kill()
             self.process.wait()
@@ -188,7 +188,7 @@ class Worker:
 
 
 def is_good(results: dict[str, dict[str, Any]]) -> bool:
-    """Every check ended without an error and no row broke its bound."""
+    """True where every check ended without an error and every row keeps its bound."""
     rows = [row for result in results.values() for row in result["rows"]]
     return not any(result["error"] for result in results.values()) and all(
         row["is_ok"] is not False for row in rows
@@ -196,7 +196,7 @@ def is_good(results: dict[str, dict[str, Any]]) -> bool:
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> str:
-    """One line: what failed."""
+    """One line that names what failed."""
     errors = [name for name, result in results.items() if result["error"]]
     broken = [
         name
@@ -214,7 +214,7 @@ def verdict(results: dict[str, dict[str, Any]]) -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """All rows as one Markdown table, then the errors."""
+    """Lines of one Markdown table of all rows, then the errors."""
     lines = ["| check | what | value | bound | |", "|---|---|---|---|---|"]
     for check, result in results.items():
         for row in result["rows"]:

@@ -1,7 +1,7 @@
-"""What the checks of benchmarks.gpu share: rows, shapes, the device, and steps as a run takes them.
+"""Rows, shapes, device and training steps that the checks of benchmarks.gpu share.
 
-The one rule: a check runs whole on a CPU too, in tiny shapes, where what only a GPU has is reported
-as None; so everything but the numbers is tested without one. Units: seconds, bytes.
+Rule: every check also runs on a CPU in tiny shapes, where values that only a GPU has are None, so
+that everything except the numbers is tested without a GPU. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of, resolved_of
 from recipes.schema import Cluster, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.monitor.clock import StepClock, StepTimes, cuda_clock
 from runtime.process import process
 from runtime.resolve import Resolved
@@ -32,7 +33,8 @@ TINY = dict(
     num_key_value_heads=2,
     tie_word_embeddings=True,
 )
-# A third of a billion: state of 6 GB dwarfs buckets of 100 MB, and three builds fit the budget.
+# 0.35 billion parameters: 6 GB of state are large beside buckets of 100 MB, and three builds fit
+# into the time limit.
 SHAPE_350M = dict(
     vocab_size=32000,
     hidden_size=1024,
@@ -42,7 +44,7 @@ SHAPE_350M = dict(
     num_key_value_heads=16,
     tie_word_embeddings=True,
 )
-# Llama 3.2 1B, the shape of recipe 1b.
+# Shape of Llama 3.2 1B, as in recipe 1b.
 SHAPE_1B = dict(
     vocab_size=128256,
     hidden_size=2048,
@@ -54,12 +56,12 @@ SHAPE_1B = dict(
     rope_theta=500000.0,
     tie_word_embeddings=True,
 )
-WARM_UP = 3  # first steps allocate and choose kernels
+WARM_UP = 3  # steps; the first ones allocate memory and choose kernels
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `is_ok` is None where there is no bound, `rule` says the bound."""
+    """One line of the table. `rule` is the bound as text; `is_ok` is None where there is none."""
 
     name: str
     value: float | str | None
@@ -70,18 +72,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the checks run."""
+    """Device of the checks, and the engines that are built on it."""
 
-    device_type: str  # cuda, or cpu = dry run in tiny shapes
+    device_type: str  # cuda, or cpu for a dry run in tiny shapes
 
     @cached_property
     def me(self) -> process.Process:
-        """The process group, joined once."""
+        """Process group of this one rank, joined once."""
         return process.start(self.cluster)
 
     @property
     def cluster(self) -> Cluster:
-        """Where engines are built; a dry run shares its machine with others: one thread."""
+        """Device on which engines are built; a dry run uses one thread, to leave cores free."""
         return Cluster(device=self.device_type, threads=None if self.is_cuda else 1)
 
     @property
@@ -92,16 +94,16 @@ class Bench:
         return cuda_clock() if self.is_cuda else StepClock()
 
     def wait(self) -> None:
-        """Until the device is done."""
+        """Wait until the device has finished its work."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def sized(self, cuda: dict[str, Any], dry: dict[str, Any]) -> dict[str, Any]:
-        """The values for this device."""
+        """Choose the values for this device."""
         return cuda if self.is_cuda else dry
 
     def engine(self, work: Workload, **knobs: Any) -> tuple[Engine, Resolved, Recipe]:
-        """This project's engine for a workload."""
+        """Build this project's engine for a workload."""
         recipe = recipe_of(work, cluster=self.cluster, **knobs)
         resolved = resolved_of(recipe, 1)
         return build(recipe, resolved.layout, resolved.config, self.me), resolved, recipe
@@ -109,7 +111,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Taken:
-    """What some steps gave; `wall_s` is the time of all of them until the device was done."""
+    """Results of some steps; `wall_s` is the time of all of them until the device had finished."""
 
     losses: list[float]
     norms: list[float]
@@ -118,7 +120,7 @@ class Taken:
 
 
 def take_steps(bench: Bench, engine: Engine, work: Workload, steps: int) -> Taken:
-    """Train as pretrain.py does; device values and times are read after the last step."""
+    """Train like pretrain.py; device values and times are read after the last step."""
     batches = micro_batches(work, 0, "within")
     targets = count_targets(work, "within")
     clock, results, spans = bench.clock(), [], []
@@ -140,7 +142,7 @@ def take_steps(bench: Bench, engine: Engine, work: Workload, steps: int) -> Take
 
 
 def allocated(bench: Bench) -> float | None:
-    """Bytes allocated now, the peak reset to them; None on a CPU."""
+    """Bytes that are allocated now; the peak is reset to them. None on a CPU."""
     if not bench.is_cuda:
         return None
     gc.collect()
@@ -150,7 +152,7 @@ def allocated(bench: Bench) -> float | None:
 
 
 def timed(bench: Bench, action: Callable[[], Any], repeats: int) -> float:
-    """Mean seconds of one call, after three that do not count."""
+    """Mean seconds of one call, after three calls that are not counted."""
     for _ in range(WARM_UP):
         action()
     bench.wait()

@@ -1,6 +1,6 @@
 """Checks of benchmarks.gpu that compare numbers: loss parity with the CPU, attention kernels.
 
-The one rule: the reference is plain and in fp32: a torch loop without DeepSpeed, SDPA with a mask.
+Rule: the reference is plain and in fp32: a torch loop without DeepSpeed, SDPA with a mask.
 Units: relative differences, milliseconds.
 """
 
@@ -25,7 +25,7 @@ from runtime.engine.optimizer import build_optimizer
 
 
 def parity(bench: Bench) -> Iterator[Row]:
-    """Losses of the engine on the device against a plain loop in fp32 on the CPU."""
+    """Compare the engine's losses on the device with a plain fp32 loop on the CPU."""
     steps = 20
     work = Workload(shape=TINY, seq_len=64, micro_batch=4, accumulation=2, document_tokens=20)
     optim = Optim(lr=2e-3, schedule="constant")  # high enough that 20 steps move the loss
@@ -59,7 +59,7 @@ def plain_loop(work: Workload, recipe: Recipe, steps: int) -> list[float]:
 
 
 def attention_kernels(bench: Bench) -> Iterator[Row]:
-    """The kernel that reads document bounds against masked SDPA: same numbers, and the speed."""
+    """Compare the variable-length kernel with masked SDPA: numbers and speed."""
     size = bench.sized(
         dict(batch=4, length=4096, heads=32, kv=8, dim=64, documents=512, repeats=20),
         dict(batch=2, length=64, heads=4, kv=2, dim=16, documents=20, repeats=2),
@@ -113,6 +113,6 @@ def attention_kernels(bench: Bench) -> Iterator[Row]:
 
 
 def attend_once(inputs: list[torch.Tensor], attend: Any) -> tuple[torch.Tensor, ...]:
-    """Output and the gradients of q, k, v for a fixed gradient of the output."""
+    """Output, and gradients of q, k and v for a fixed gradient of the output."""
     out = attention(*inputs, attend)
     return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out) + out.detach()))

@@ -1,7 +1,7 @@
 """Checks of benchmarks.gpu about time and memory: the clock, host syncs, ZeRO stages, utilisation.
 
-The one rule: steps are taken as pretrain.py takes them and device values are read after the last
-one. Units: seconds, GiB, tokens/s.
+Rule: steps are taken as pretrain.py takes them, and device values are read after the last step.
+Units: seconds, GiB, tokens/s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from base.units import GIB
 from benchmarks import syncs
 from benchmarks.gpu_bench import (
     SHAPE_1B,
@@ -30,13 +31,12 @@ from recipes.schema import Recipe
 from record.run_folder import device_name
 from runtime.ds_config.state_bytes import state_bytes
 from runtime.engine.batches import to_device
-from runtime.engine.memory import GIB
 from runtime.monitor.speed import mfu, peak_flops
 from runtime.resolve import Resolved
 
 
 def step_clock(bench: Bench) -> Iterator[Row]:
-    """The split of the step adds up to the wall clock, and a late batch is seen as data time."""
+    """Check that the parts of a step add up to the wall time; a late batch is data time."""
     size = bench.sized(dict(shape=SHAPE_350M, seq_len=1024), dict(shape=TINY, seq_len=32))
     work = Workload(precision="bf16", micro_batch=4, accumulation=1, **size)
     engine, *_ = bench.engine(work)
@@ -58,7 +58,7 @@ def step_clock(bench: Bench) -> Iterator[Row]:
 
 
 def host_syncs(bench: Bench) -> Iterator[Row]:
-    """How often a step makes the host wait for the device, and whose code does."""
+    """Count the host synchronisations of a step by the code that causes them."""
     steps = 4
     shape = bench.sized(dict(shape=TINY | {"num_hidden_layers": 8}), dict(shape=TINY))
     for stage in (1, 2, 3):
@@ -86,7 +86,7 @@ def host_syncs(bench: Bench) -> Iterator[Row]:
 
 
 def zero_stages(bench: Bench) -> Iterator[Row]:
-    """ZeRO 1, 2, 3 in bf16 on one device: same losses, and memory against the formulas."""
+    """Compare ZeRO 1, 2 and 3 in bf16 on one device: losses, and memory against the formulas."""
     size = bench.sized(
         dict(shape=SHAPE_350M, seq_len=1024, micro_batch=8), dict(shape=TINY, seq_len=32)
     )
@@ -116,7 +116,7 @@ def memory_rows(
     recipe: Recipe,
     work: Workload,
 ) -> Iterator[Row]:
-    """Allocated memory over what the formulas say, after a step and at its peak."""
+    """Ratio of allocated memory to the formulas, after a step and at its peak."""
     config = resolved.engine
     per_parameter = state_bytes(
         config.stage,
@@ -141,7 +141,7 @@ def memory_rows(
 
 
 def utilisation(bench: Bench) -> Iterator[Row]:
-    """MFU of about a billion parameters in bf16: recompute none and full, eager and compiled."""
+    """Measure MFU of 1 billion parameters in bf16: recompute none and full, eager and compiled."""
     size = bench.sized(
         dict(shape=SHAPE_1B, seq_len=4096, micro_batch=4), dict(shape=TINY, seq_len=32)
     )

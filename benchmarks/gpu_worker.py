@@ -1,9 +1,9 @@
-"""Runs checks of benchmarks.gpu in a process of its own, named one a line on stdin.
+"""Runs checks of benchmarks.gpu in a separate process; their names come on stdin, one a line.
 
-    check(bench) -> rows, sent as they are found, so a check that is stopped keeps what it has
+    check(bench) -> rows, sent one by one, so that a check that is stopped keeps its rows
 
-The one rule: nothing that a check does ends the worker, except the parent. Answers are JSON lines
-on the first stdout; what libraries print goes to stderr.
+Rule: no failure of a check ends the worker; only the parent ends it. Answers are JSON lines on the
+first stdout; output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def main(device_type: str) -> int:
-    """Run the checks named on stdin, one a line; answer one JSON line per row, then a last one."""
+    """Run the checks named on stdin; answers one JSON line for each row, then a last one."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     bench = Bench(device_type)

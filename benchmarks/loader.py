@@ -1,12 +1,12 @@
-"""Tokens per CPU second of data loaders on one core: this project and its peers, taking turns.
+"""Measures tokens per CPU second of data loaders on one core: this project and its peers.
 
     python -m benchmarks.loader --rounds 7
 
 One corpus (TOKENS tokens, documents of 800 on average, in the page cache), shuffled sequences of
 2,048 tokens, batches of 8, no worker processes. Peers are installed on the first call, each into an
-environment of its own under .cache/peers/; one that cannot be installed or run becomes a row with
-its reason. The one rule: contenders alternate in short turns on the same core, and ratios are taken
-per round, so a busy machine slows all alike. Writes benchmarks/results/loader.json and .md.
+own environment under .cache/peers/; a peer that cannot be installed or run becomes a row with the
+reason. Rule: contenders take short turns on the same core, and ratios are taken within a round, so
+that a busy machine slows all alike. Writes benchmarks/results/loader.json and .md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from base.paths import ROOT
 from benchmarks.loader_worker import BATCH, CONTENDERS, CORPUS, EOD, SEQ_LEN, VOCAB
 from benchmarks.processes import next_line
 from benchmarks.report import quartiles
 from benchmarks.step import commit, machine
 from data.corpus.corpus_writer import CorpusWriter
 
-ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 RESULTS = ROOT / "benchmarks" / "results"
 TOKENS, MEAN_DOCUMENT = 40_000_000, 800
@@ -41,7 +41,7 @@ PEERS = {
     "grain": "grain",
     "datasets": None,  # a dependency of this project
 }
-DELIVERS = {  # what one batch was seen to hold
+DELIVERS = {  # content of one batch, as observed
     "ours-plain": "inputs, labels (int64), segments, cumulative lengths, a hash per sample",
     "ours-masks": "the same, cut at documents",
     "litdata-plain": "windows (int32)",
@@ -62,7 +62,7 @@ START_LIMIT_S, TURN_LIMIT_S = 300, 60
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, write."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.loader", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn", type=float, default=1.0, help="CPU seconds of one turn")
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_corpus(folder: Path, tokens: int) -> None:
-    """Documents of random ids with geometric lengths, in one shard, as our writer writes them."""
+    """Write documents of random ids with geometric lengths into one shard, with our writer."""
     if (folder / CORPUS / "manifest.json").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,15 +120,15 @@ def make_corpus(folder: Path, tokens: int) -> None:
 
 
 def start(name: str, folder: Path) -> subprocess.Popen:
-    """A worker that has delivered its first batch. Raises with the reason where it cannot."""
+    """Start a worker and wait for its first batch. Raises with the reason where it fails."""
     peer = name.split("-")[0]
     python = sys.executable if PEERS.get(peer) is None else installed(peer)
     worker = subprocess.Popen(
-        # -P: benchmarks/tokenize.py would stand in for the standard library's
+        # -P: else benchmarks/tokenize.py would replace the standard library's tokenize
         [str(python), "-P", str(ROOT / "benchmarks" / "loader_worker.py"), name, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=open(CACHE / f"{name}.log", "w"),  # noqa: SIM115 - the worker's own
+        stderr=open(CACHE / f"{name}.log", "w"),  # noqa: SIM115 - the worker keeps it open
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         text=True,
     )
@@ -144,7 +144,7 @@ def start(name: str, folder: Path) -> subprocess.Popen:
 
 
 def installed(peer: str) -> Path:
-    """The interpreter of a peer's environment, made on first use; it sees this one's packages."""
+    """Interpreter of a peer's environment, made on first use; it also sees our packages."""
     home = CACHE / "peers" / peer
     python = home / "bin" / "python"
     if (home / "ready").is_file():
@@ -167,7 +167,7 @@ def installed(peer: str) -> Path:
 
 
 def turn(worker: subprocess.Popen, seconds: float) -> float:
-    """Tokens per CPU second of one turn."""
+    """Give a worker one turn; returns its tokens per CPU second."""
     worker.stdin.write(f"{seconds}\n")
     worker.stdin.flush()
     line = next_line(worker, seconds + TURN_LIMIT_S)
@@ -179,7 +179,7 @@ def turn(worker: subprocess.Popen, seconds: float) -> float:
 
 
 def summary(turns: dict[str, list[float]], reasons: dict[str, str]) -> dict[str, Any]:
-    """Medians, and ratios to ours per round."""
+    """Medians, and ratios to ours within each round."""
     rows, goals = {}, {}
     for name, speeds in turns.items():
         ours = turns.get(f"ours-{name.split('-')[1]}")
@@ -195,7 +195,7 @@ def summary(turns: dict[str, list[float]], reasons: dict[str, str]) -> dict[str,
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table for people."""
+    """Report as Markdown."""
     lines = [
         "# Data loaders on one core",
         "",

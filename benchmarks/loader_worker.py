@@ -1,11 +1,11 @@
-"""One contender of benchmarks.loader, run by an interpreter that has it: batches on demand.
+"""Runs one contender of benchmarks.loader and delivers batches on demand.
 
     python loader_worker.py NAME FOLDER         reads seconds from stdin, one a line;
                                                 answers {"tokens": ..., "cpu_s": ..., "wall_s": ...}
 
-FOLDER holds the corpus of `benchmarks.loader`. The one rule: every contender delivers shuffled
-batches of BATCH sequences of SEQ_LEN tokens from the same file, in its own process, without worker
-processes, in the cheapest form it offers: what it leaves undone (labels, int64) is not added.
+FOLDER holds the corpus of `benchmarks.loader`. Rule: every contender delivers shuffled batches of
+BATCH sequences of SEQ_LEN tokens from the same file, in one process without workers, in its
+cheapest form: labels or int64 ids that it does not make are not added.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def litdata(folder: Path) -> Iterator:
 
 
 def litdata_tokens(path: str) -> Iterator:
-    """The tokens of a file in pieces, for litdata's writer."""
+    """Yield the tokens of a file in parts, for litdata's writer."""
     import numpy as np
     import torch
 
@@ -199,7 +199,7 @@ CONTENDERS = {
 def main(name: str, folder: Path) -> None:
     """Serve turns until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not be read as an answer
     batches = CONTENDERS[name](folder)
     next(batches)
     print(json.dumps({"ready": name}), file=answers, flush=True)

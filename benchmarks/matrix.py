@@ -1,9 +1,10 @@
-"""`make matrix`: every layout of at most eight ranks against a plain loop, with a table at the end.
+"""`make matrix`: trains every layout of at most eight ranks and compares it with a plain loop.
 
     python -m benchmarks.matrix [--world 4] [--find "t2 bf16"]
 
-Hundreds of short trainings on this machine's CPUs; the suite trains a pairwise cover of them. The
-one rule: the same worker, the same bounds. Exit status 1 where a case fails or is missing.
+Hundreds of short trainings on the CPUs of this machine; the suite trains a pairwise cover of them.
+Rule: both use the same worker and the same bounds. Prints a table at the end; exit status 1 where a
+case fails or is missing.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from base.paths import ROOT
+
 sys.path.insert(0, str(ROOT / "tests" / "workers"))
 
-from conftest import write_short_documents  # noqa: E402
-from layout_cases import BF16_BOUND, Case, every  # noqa: E402
-from layout_worker import EVAL_TOKENS, recipe_of  # noqa: E402
-from parity_worker import STEPS  # noqa: E402
-from plain_loop import plain_loop, relative  # noqa: E402
-from ranks import run_command  # noqa: E402
+from layout_cases import BF16_BOUND, Case, every
+from layout_worker import EVAL_TOKENS, recipe_of
+from parity_worker import STEPS
+from plain_loop import plain_loop, relative
+from ranks import run_command
+from short_documents import write_short_documents
 
 PER_LAUNCH = 16  # cases: a launch costs ten seconds, and one that hangs costs its limit
 LIMIT_S = 900
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of `python -m benchmarks.matrix`; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="make matrix", description=__doc__)
     parser.add_argument("--world", type=int, help="only cases of this many ranks")
     parser.add_argument("--find", default="", help="only cases whose names have all these words")
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Case, dict, str]]:
-    """(case, largest relative differences, problem or "") of every case, printed as they come."""
+    """Train all cases and print each; yields (case, largest relative differences, problem)."""
     expected: dict[bool, dict] = {}
     for case, found in trained(cases, corpus, folder):
         if case.tied not in expected:
@@ -67,7 +69,7 @@ def run(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Case, d
 
 
 def trained(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Case, dict | str]]:
-    """What each case saw, or how its launch ended."""
+    """Result of each case, or how its launch ended."""
     by_world = defaultdict(list)
     for case in cases:
         by_world[case.world].append(case)
@@ -82,7 +84,7 @@ def trained(cases: list[Case], corpus: Path, folder: Path) -> Iterator[tuple[Cas
 
 
 def launch(world: int, out: Path, corpus: Path, names: str) -> str:
-    """Run some cases; the last lines of what they printed."""
+    """Run some cases in one launch; returns its last lines."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [
         str(world),
@@ -99,7 +101,7 @@ def launch(world: int, out: Path, corpus: Path, names: str) -> str:
 
 
 def judge(case: Case, found: dict | str, expected: dict) -> tuple[dict[str, float], str]:
-    """Largest relative differences from the plain loop, and what is wrong with them."""
+    """Largest relative differences from the plain loop, and the bound that they break."""
     if isinstance(found, str):
         return {}, f"FAILED: {found}"
     is_fp32 = case.precision == "fp32"
@@ -118,7 +120,7 @@ def judge(case: Case, found: dict | str, expected: dict) -> tuple[dict[str, floa
 
 
 def summary(rows: list[tuple[Case, dict, str]]) -> list[str]:
-    """A line per layout and precision: cases, how many hold, the largest differences."""
+    """Lines of a table by layout and precision: cases, passed cases, largest differences."""
     kinds = defaultdict(list)
     for case, differences, problem in rows:
         axes = case.name.split()[:5] + [case.precision]

@@ -1,14 +1,14 @@
-"""The order of a source against a shuffle that is stored: time and memory, by size.
+"""Measures the computed order of a source against a stored shuffle: time and memory, by size.
 
     python -m benchmarks.order --sizes 1e8 1e9
 
-    ours     data.order: nothing is built; a batch's windows are computed when they are asked for
+    ours     data.stream.order: nothing is built; the windows of a batch are computed on demand
     numpy    Generator.shuffle of the whole source (int32 below 2**31), then a lookup
 
-Each measurement is a process of its own. The one rule: what is compared is the first batch of a
-fresh process and every later batch, so building is not hidden. Also the mixture table of 1,000
-sources. Writes benchmarks/results/order.json and .md. Units: seconds of CPU, MiB of peak memory
-above that of the imports.
+Each measurement is a separate process. Rule: the first batch of a fresh process and every later
+batch are both compared, so that the time of building is visible. Also measures the mixture table of
+1,000 sources. Writes benchmarks/results/order.json and .md. Units: seconds of CPU, MiB of peak
+memory above that of the imports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIME_LIMIT_S = 1800
 
 
 def main(arguments: list[str]) -> int:
-    """Measure each case in its own process; or be one of them."""
+    """Run the command: each case in its own process. With a case: measure it in this process."""
     parser = argparse.ArgumentParser(prog="benchmarks.order", description=__doc__)
     parser.add_argument("--sizes", nargs="+", type=lambda text: int(float(text)), default=[10**8])
     parser.add_argument("--case", nargs=2, help="internal: name and size")
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def in_process(name: str, size: int) -> dict[str, float]:
-    """One case's numbers."""
+    """Run one case in a process; returns its numbers."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.order", "--case", name, str(size)],
         capture_output=True,
@@ -68,7 +68,7 @@ def in_process(name: str, size: int) -> dict[str, float]:
 
 
 def ours(size: int) -> dict[str, float]:
-    """Build, first batch, later batches of the keyed permutation."""
+    """Measure the keyed permutation: building, first batch, later batches."""
     before, began = peak_mib(), time.process_time()
     order = Order(SEED, ["prose"], [size])
     source = np.zeros(BATCH, dtype=np.int64)
@@ -84,7 +84,7 @@ def ours(size: int) -> dict[str, float]:
 
 
 def stored(size: int) -> dict[str, float]:
-    """The same of a permutation that is made whole."""
+    """Measure a permutation that is made and stored as a whole."""
     before, began = peak_mib(), time.process_time()
     order = np.arange(size, dtype=np.int32 if size < 2**31 else np.int64)
     np.random.default_rng(SEED).shuffle(order)
@@ -99,13 +99,13 @@ def stored(size: int) -> dict[str, float]:
 
 
 def seen(first: float, later: list[float], mib_before: float) -> dict[str, float]:
-    """The numbers of one case; the least of the later batches is what the machine leaves alone."""
+    """Numbers of one case. The fastest of the later batches counts: other programs slow some."""
     times = {"batch_ms": 1e3 * min(later), "batch_median_ms": 1e3 * statistics.median(later)}
     return {"first_s": first, **times, "mib": peak_mib() - mib_before}
 
 
 def mixture(sources: int) -> dict[str, float]:
-    """The table of that many sources, and the worst deviation from the shares at any prefix."""
+    """Measure the table of so many sources, and its largest deviation from the shares."""
     weights = {f"s{i:05d}": 1 + (i * 7919) % 1000 for i in range(sources)}
     before, began = peak_mib(), time.process_time()
     stages = Stages([(0, weights)])
@@ -118,7 +118,7 @@ def mixture(sources: int) -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process."""
+    """Peak resident memory of this process in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -127,7 +127,7 @@ CASES = {"ours": ours, "numpy": stored, "mixture": mixture}
 
 
 def markdown(result: dict, arguments: str) -> str:
-    """The table for people."""
+    """Report as Markdown."""
     lines = [
         "# Order",
         "",

@@ -1,8 +1,8 @@
-"""Contenders as processes that take turns: started once, told to train a few steps at a time.
+"""Runs contenders as processes that take turns; each command trains a few steps.
 
-The one rule: all of them get the same environment, and only the one whose turn it is has work. With
-OMP_WAIT_POLICY=passive threads sleep as soon as they have nothing to do, in an idle contender and
-between two operators alike. Units: seconds.
+Rule: all contenders get the same environment, and only one of them works at a time. With
+OMP_WAIT_POLICY=passive the threads of an idle contender sleep, and so do threads between two
+operators. Units: seconds.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import socket
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
+from base.paths import ROOT
 from benchmarks.workload import Workload
 
-ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 300
 TURN_LIMIT_S = 900
 
 
 def next_line(process: subprocess.Popen, limit_s: float) -> str | None:
-    """The next line that `process` prints; empty at its end, None where it stays silent."""
+    """Next line that `process` prints; empty at its end, None where it stays silent too long."""
     ready, _, _ = select.select([process.stdout], [], [], limit_s)
     return process.stdout.readline() if ready else None
 
 
 class ContenderError(RuntimeError):
-    """A contender ended, failed or fell silent; the message has the end of what it printed."""
+    """A contender ended, failed or stayed silent; the message has the last lines of its output."""
 
 
 class Missing(ContenderError):
@@ -38,7 +37,7 @@ class Missing(ContenderError):
 
 
 class Contender:
-    """One program on `work.world` ranks. A context manager: leaving it ends the processes."""
+    """One program on `work.world` ranks. A context manager whose exit ends the processes."""
 
     def __init__(self, name: str, work: Workload):
         self.name, self.work = name, work
@@ -74,13 +73,15 @@ class Contender:
         )
 
     def wait_ready(self) -> None:
-        """Return when every rank has built its model. Raises Missing, ContenderError."""
+        """Wait until every rank has built its model. Raises Missing or ContenderError."""
         for rank in self.ranks:
             self.read(rank, START_LIMIT_S)
 
     def turn(self, steps: int, profile: bool = False) -> dict[str, Any]:
-        """Train `steps` steps and return what rank 0 saw, its loss summed over ranks where it is a
-        share. Raises ContenderError."""
+        """Train `steps` steps; returns the reply of rank 0.
+
+        A loss that is the rank's own share is summed over ranks. Raises ContenderError.
+        """
         command = json.dumps({"steps": steps, "profile": profile}) + "\n"
         for rank in self.ranks:
             rank.stdin.write(command)
@@ -93,7 +94,7 @@ class Contender:
         return reply
 
     def read(self, rank: subprocess.Popen, limit_s: float) -> dict[str, Any]:
-        """The next reply of one rank."""
+        """Read the next reply of one rank."""
         line = next_line(rank, limit_s)
         reply = (
             json.loads(line) if line else {"error": "timed out" if line is None else "no answer"}
@@ -110,7 +111,7 @@ class Contender:
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
-            rank.stdin.close()  # the worker reads an end of file and leaves its loop
+            rank.stdin.close()  # the worker reads the end of file and ends
         for rank in self.ranks:
             try:
                 rank.wait(timeout=30)
@@ -126,7 +127,7 @@ SHARES = ("torch", "deepspeed", "trainer")
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """TCP port of this host that no process listens on now."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Arithmetic and tables of the step benchmark: medians, quartiles, paired ratios, the guard.
+"""Statistics and tables of the step benchmark: medians, quartiles, paired ratios, the loss check.
 
-The one rule: a ratio is taken inside one round, where both contenders ran within the same minute,
-and the median is over rounds; a machine that gets slower for a while then moves both sides. No
-torch here. Units: seconds, tokens/s.
+Rule: a ratio is taken within one round, in which both contenders ran within the same minute, and
+the median is taken over rounds, so that a machine that becomes slower for a while slows both. Does
+not import torch. Units: seconds, tokens/s.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Relative difference of losses that counts as the same computation. fp32 sums in another order;
-# bf16 rounds activations in other places (Llama's norm rounds twice, ours once).
+# Largest relative difference of losses of one computation: fp32 adds in another order, bf16 rounds
+# activations in other places (Llama's norm rounds twice, ours once).
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-3}
 BASELINES = ("torch", "trainer")
-# The row with document masks has another loss: fewer targets, other positions.
+# Document masks give another loss: fewer targets, other positions.
 OTHER_LOSS = ("documents",)
 TITLES = {
     "torch": "(a) bare torch loop, LlamaForCausalLM",
@@ -34,11 +34,11 @@ NO_BF16_UNITS = (
 
 
 class NotTheSame(Exception):
-    """Contenders computed different losses, so their speeds must not be compared."""
+    """Two contenders computed different losses, so that their speeds must not be compared."""
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile; of one value three times that value."""
+    """First quartile, median, third quartile; three times the value where there is only one."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -52,7 +52,7 @@ def check_same_losses(losses: Mapping[str, Sequence[float]], precision: str) -> 
     bound = SAME_LOSS[precision]
     for name, seen in same.items():
         for step, (loss, expected) in enumerate(zip(seen, same[reference], strict=True), start=1):
-            if not abs(loss - expected) <= bound * abs(expected):  # nan is not the same either
+            if not abs(loss - expected) <= bound * abs(expected):  # NaN fails too
                 raise NotTheSame(
                     f"step {step}: {name} has loss {loss!r}, {reference} {expected!r}: further"
                     f" apart than {bound:g} ({precision}); they do not train the same thing"
@@ -60,17 +60,17 @@ def check_same_losses(losses: Mapping[str, Sequence[float]], precision: str) -> 
 
 
 def round_medians(turns: Sequence[Sequence[float]]) -> list[float]:
-    """The median of each turn."""
+    """Median of each turn."""
     return [statistics.median(turn) for turn in turns]
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """theirs / ours per round, both in seconds: above 1 means that ours is faster."""
+    """Ratio theirs / ours of each round, both in seconds: above 1 means that ours is faster."""
     return [their / our for our, their in zip(ours, theirs, strict=True)]
 
 
 def summary(turns: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> dict[str, Any]:
-    """One entry per contender. `turns`: its replies, one per round, warm-up not among them."""
+    """One entry for each contender. `turns` has its replies, one a round, without the warm-up."""
     wall = {name: round_medians([t["seconds"] for t in given]) for name, given in turns.items()}
     cpu = {name: round_medians([t["cpu_s"] for t in given]) for name, given in turns.items()}
     found = {}
@@ -96,7 +96,7 @@ def summary(turns: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> di
 
 
 def phase_medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Median seconds of each phase of a step that ever took time; {} where none was measured."""
+    """Median seconds of each phase that ever took time; empty where none was measured."""
     phases = [step for turn in turns for step in turn["phases"]]
     names = [name for name in (phases[0] if phases else {}) if name not in ("step_s", "is_first")]
     medians = {name: statistics.median(step[name] for step in phases) for name in names}
@@ -104,7 +104,7 @@ def phase_medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The whole report of `benchmarks.step` as Markdown."""
+    """Report of `benchmarks.step` as Markdown."""
     machine = result["machine"]
     lines = ["# Step benchmark", "", f"`{result['command']}` at commit {result['commit']}.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
@@ -120,7 +120,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def precision_table(measured: Mapping[str, Any]) -> list[str]:
-    """Table, split and operators of one precision."""
+    """Lines of one precision: table, phases of a step, operators."""
     work, found = measured["workload"], measured["contenders"]
     lines = [
         f"## {work['precision']}, {measured['parameters']:,} parameters, {work['world']} ranks x"
@@ -156,7 +156,7 @@ def precision_table(measured: Mapping[str, Any]) -> list[str]:
 
 
 def goal_line(found: Mapping[str, Any]) -> str:
-    """Whether ours is as fast as every baseline that ran, by the clock and on the cores."""
+    """Verdict: ours is as fast as every baseline that ran, in wall time and in CPU time, or not."""
     ratios = found.get("ours", {"ratios": {}})["ratios"]
     if not ratios:
         return "Goal (at least 1.0 x each baseline): nothing to compare."
@@ -171,7 +171,7 @@ def goal_line(found: Mapping[str, Any]) -> str:
 
 
 def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Milliseconds per step inside each costly operator, contenders side by side."""
+    """Lines of a table of milliseconds per step in each costly operator, by contender."""
     totals: dict[str, float] = {}
     for seen in ops.values():
         for op, seconds in seen.items():
@@ -191,13 +191,13 @@ def ops_table(ops: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """`median [first quartile .. third quartile]`."""
+    """Text `median [first quartile .. third quartile]`."""
     first, middle, third = (format(value, form) for value in values)
     return f"{middle} [{first} .. {third}]"
 
 
 def ratio_cell(ratio: Mapping[str, Sequence[float]] | None) -> str:
-    """`wall [quartiles], CPU`; blank where there is nothing to compare with."""
+    """Text `wall [quartiles], CPU`; empty where there is nothing to compare with."""
     if ratio is None:
         return ""
     return f"**{ratio['wall'][1]:.2f}** [{ratio['wall'][0]:.2f} .. {ratio['wall'][2]:.2f}]," + (

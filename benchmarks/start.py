@@ -1,14 +1,13 @@
-"""Warm start: seconds from the command to the line of the first step, and what they are spent on.
+"""Measures a warm start: seconds from the command to the line of the first step, and their parts.
 
     python -m benchmarks.start                     five starts of the tiny recipe
     python -m benchmarks.start --runs 3 recipe=tiny zero=3
 
 Three programs take turns: the untouched command, the same start with the clock read between its
 parts (benchmarks.start_probe), and a process that only imports torch and deepspeed and makes an
-optimizer, as every DeepSpeed program must. The one rule: "ours" is everything before the first
-step that the third does not do; the goal is OURS_GOAL_S. A first start, which
-builds the corpus and writes bytecode, is not counted. Writes benchmarks/results/start.json and
-start.md. Units: seconds.
+optimizer, as every DeepSpeed program must. Rule: "ours" is all time before the first step that the
+third program does not need; the goal is OURS_GOAL_S. The first start, which builds the corpus and
+writes bytecode, is not counted. Writes benchmarks/results/start.json and start.md. Units: seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from benchmarks.step import commit, machine
 
 OURS_GOAL_S = 3.0
 LIMIT_S = 300
-# The first step's line when the console is piped.
+# Line of the first step when the console is piped.
 FIRST_LINE = re.compile(r"\bstep\s+1\b")
 UNAVOIDABLE = ("run: interpreter", "import torch", LAZY, "import deepspeed")
 
@@ -42,18 +41,18 @@ Parts = dict[str, tuple[float, float]]  # part -> seconds (wall, cpu)
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, write it."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/start")
-    parser.add_argument("words", nargs="*", default=["recipe=tiny"])
+    parser.add_argument("arguments", nargs="*", default=["recipe=tiny"])
     options = parser.parse_args(arguments)
     load = os.getloadavg()
     untouched, probed, bare = [], [], []
     for number in range(options.runs + 1):
-        seen = untouched_start(options.words), probed_start(options.words), bare_start()
-        if number:  # the first one warms caches
+        seen = untouched_start(options.arguments), probed_start(options.arguments), bare_start()
+        if number:  # the first start fills caches
             for kept, one in zip((untouched, probed, bare), seen, strict=True):
                 kept.append(one)
     result = {
@@ -71,19 +70,27 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def untouched_start(words: list[str]) -> float:
+def untouched_start(arguments: list[str]) -> float:
     """Seconds until the real command prints the line of its first step."""
-    command = [sys.executable, "-m", "commands.pretrain", "--nproc", "1", "--", *run_words(words)]
+    command = [
+        sys.executable,
+        "-m",
+        "commands.pretrain",
+        "--nproc",
+        "1",
+        "--",
+        *run_arguments(arguments),
+    ]
     return timed_run(command, FIRST_LINE)
 
 
-def probed_start(words: list[str]) -> Parts:
-    """The parts of one start."""
-    return parts_of(lambda out: ["launcher", out, *run_words(words)])
+def probed_start(arguments: list[str]) -> Parts:
+    """Seconds of the parts of one start."""
+    return parts_of(lambda out: ["launcher", out, *run_arguments(arguments)])
 
 
 def bare_start() -> Parts:
-    """The parts of a process that imports torch and deepspeed."""
+    """Seconds of the parts of a process that imports torch and deepspeed."""
     return parts_of(lambda out: ["reference", out])
 
 
@@ -97,8 +104,10 @@ def parts_of(arguments_of: Any) -> Parts:
 
 
 def add_up(began: float, marks: Sequence[Mark]) -> Parts:
-    """Seconds of each part, in order of first appearance; each mark ends what began at the one
-    before."""
+    """Seconds of each part, in order of first appearance.
+
+    A mark ends the part that began at the mark before it.
+    """
     parts: Parts = {}
     wall, cpu = began, 0.0
     for name, now, cpu_now in marks:
@@ -109,7 +118,10 @@ def add_up(began: float, marks: Sequence[Mark]) -> Parts:
 
 
 def timed_run(command: list[str], until: re.Pattern[str] | None = None) -> float:
-    """Run to the end, the run folder removed afterwards; seconds until a line matches `until`."""
+    """Run a command to its end and remove its run folder.
+
+    Returns the seconds until a line matched `until`.
+    """
     shutil.rmtree(RUN_FOLDER, ignore_errors=True)
     began = time.monotonic()
     process = subprocess.Popen(
@@ -135,13 +147,13 @@ RUN_NAME = "benchmark-start"
 RUN_FOLDER = ROOT / "runs" / RUN_NAME
 
 
-def run_words(words: list[str]) -> list[str]:
-    """Two steps (the line of a step is printed after the next one was launched), no evaluation."""
-    return [*words, f"run={RUN_NAME}", "stop_after=2", "eval_tokens=0"]
+def run_arguments(arguments: list[str]) -> list[str]:
+    """Overrides: no evaluation, two steps (a step is printed after the launch of the next)."""
+    return [*arguments, f"run={RUN_NAME}", "stop_after=2", "eval_tokens=0"]
 
 
 def summary(probed: Sequence[Parts], bare: Sequence[Parts]) -> dict[str, Any]:
-    """Medians over starts. `ours_s`: all parts but the steps, less the whole third program."""
+    """Medians over starts. `ours_s` is all parts except the steps, minus the third program."""
     medians = {
         name: [statistics.median(parts[name][kind] for parts in probed) for kind in (0, 1)]
         for name in probed[0]
@@ -162,12 +174,12 @@ def summary(probed: Sequence[Parts], bare: Sequence[Parts]) -> dict[str, Any]:
 
 
 def total(parts: Parts) -> float:
-    """Seconds of all parts."""
+    """Sum of the seconds of all parts."""
     return sum(wall for wall, _ in parts.values())
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The report."""
+    """Report as Markdown."""
     lines = ["# Warm start", "", f"`{result['command']}` at commit {result['commit']}.", ""]
     lines += [f"- {key}: {value}" for key, value in result["machine"].items()]
     lines += [

@@ -1,14 +1,13 @@
-"""The same start as `python -m commands.pretrain`, with the clock read between its parts.
+"""Starts a run like `python -m commands.pretrain` and reads the clock between the parts.
 
     python -m benchmarks.start_probe launcher OUT.json recipe=tiny ...   checks, then becomes
     python -m benchmarks.start_probe run OUT.json recipe=tiny ...        pretrain.py's main
     python -m benchmarks.start_probe reference OUT.json                  torch, deepspeed alone
 
-The one rule: nothing is done that the untouched command does not do; parts are timed by wrapping
-the functions that do them. Each mark takes all time since the mark before,
-so the parts add up to the whole. Started by benchmarks.start. Units: seconds; wall is the clock
-that all processes of the host share, cpu is what this process used since it was started (it lives
-on through exec).
+Rule: nothing is done that the untouched command does not do; parts are timed by wrapping the
+functions that do them. Each mark takes all time since the mark before, so that the parts add up to
+the whole. Started by benchmarks.start. Units: seconds; wall is the clock that all processes of the
+host share, cpu is the time that this process used since it was started (exec keeps it).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 OTHER = "other code of ours"
 LAZY = "torch's own late imports (first optimizer)"
 STEPS = "steps until the first line"
-# (module, function, the part that its time is); wrapped once pretrain is imported.
+# (module, function, part to which its time belongs); wrapped after the import of pretrain.
 PROBED = (
     ("pretrain", "compose_command", "compose"),
     ("pretrain", "resolve", "layout and DeepSpeed JSON"),
@@ -33,10 +32,10 @@ PROBED = (
     ("pretrain", "standing", "look for a checkpoint"),
     ("pretrain", "evaluation_batches", "held-out batches"),
     ("runtime.process.process", "start", "process group"),
-    ("runtime.engine.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
-    ("runtime.engine.engine", "build_model", "build and fill the model"),
+    ("runtime.engine.deepspeed_import", "import_muon_uncompiled", "import DeepSpeed's Muon"),
+    ("runtime.engine.build_engine", "build_model", "build and fill the model"),
     ("runtime.engine.engine", "Engine.train_step", STEPS),
-    ("runtime.log.rank0_record", "Record.__init__", "open the record (TensorBoard, console)"),
+    ("runtime.log.rank0_record", "RunRecord.__init__", "open the record (TensorBoard, console)"),
 )
 
 
@@ -50,7 +49,7 @@ class Timeline:
             self.marks = [tuple(mark) for mark in json.loads(out.read_text())]
 
     def mark(self, part: str) -> None:
-        """What passed since the last mark belongs to `part`."""
+        """Add the time since the last mark to `part`."""
         self.marks.append((part, time.monotonic(), time.process_time()))
 
     def save(self) -> None:
@@ -75,25 +74,25 @@ class Timeline:
         return call
 
 
-def launcher(timeline: Timeline, words: list[str]) -> int:
-    """commands.pretrain's main; its exec starts `run` here instead of pretrain.py."""
+def launcher(timeline: Timeline, arguments: list[str]) -> int:
+    """Call the main of commands.pretrain; its exec starts `run` here instead of pretrain.py."""
     timeline.mark("launcher: interpreter")
     from commands import pretrain
 
     timeline.mark("launcher: imports")
 
-    def command_of(words: list[str]) -> list[str]:
+    def command_of(arguments: list[str]) -> list[str]:
         timeline.mark("launcher: compose and check")
         timeline.save()
         module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]
-        return [sys.executable, *module, *words]
+        return [sys.executable, *module, *arguments]
 
     pretrain.command_of = command_of
-    return pretrain.main(["--nproc", "1", "--", *words])
+    return pretrain.main(["--nproc", "1", "--", *arguments])
 
 
-def run(timeline: Timeline, words: list[str]) -> int:
-    """pretrain's main, its imports one after the other."""
+def run(timeline: Timeline, arguments: list[str]) -> int:
+    """Call the main of pretrain after timing its imports one after the other."""
     timeline.mark("run: interpreter")
     import torch  # noqa: F401
 
@@ -111,11 +110,11 @@ def run(timeline: Timeline, words: list[str]) -> int:
         timeline.timed(module, name, part)
     pretrain.build = build_after_deepspeed(timeline, pretrain.build)
     stop_after_first_line(timeline)
-    return pretrain.main(words)
+    return pretrain.main(arguments)
 
 
 def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
-    """The engine's build with its import of deepspeed timed, and deepspeed.initialize."""
+    """Wrap the engine's build: times its import of deepspeed and deepspeed.initialize."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         timeline.mark(OTHER)
@@ -130,7 +129,7 @@ def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
 
 def stop_after_first_line(timeline: Timeline) -> None:
     """Save the timeline when the first step has been printed."""
-    record, name = find("runtime.log.rank0_record", "Record.write")
+    record, name = find("runtime.log.rank0_record", "RunRecord.write")
     write = getattr(record, name)
 
     def first_write(*arguments: Any) -> None:
@@ -143,7 +142,7 @@ def stop_after_first_line(timeline: Timeline) -> None:
 
 
 def find(module: str, name: str) -> tuple[Any, str]:
-    """(owner, attribute) of a dotted name in a module; the attribute exists."""
+    """Owner and attribute of a dotted name in a module; the attribute exists."""
     owner: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
@@ -153,7 +152,7 @@ def find(module: str, name: str) -> tuple[Any, str]:
 
 
 def reference(timeline: Timeline) -> int:
-    """What no run can do without."""
+    """Do only the part that every DeepSpeed program must: import torch and deepspeed."""
     timeline.mark("run: interpreter")
     import torch  # noqa: F401
 
@@ -167,7 +166,7 @@ def reference(timeline: Timeline) -> int:
 
 
 def late_imports(timeline: Timeline) -> None:
-    """Make an optimizer: torch 2.13 then imports torch._dynamo and sympy, in every program."""
+    """Make an optimizer, for which torch 2.13 imports torch._dynamo and sympy in every program."""
     import torch
 
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -175,12 +174,12 @@ def late_imports(timeline: Timeline) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry; see the module's docstring."""
-    mode, out, *words = arguments
+    """Run one of the three forms of the command above."""
+    mode, out, *rest = arguments
     timeline = Timeline(Path(out))
     if mode == "reference":
         return reference(timeline)
-    return {"launcher": launcher, "run": run}[mode](timeline, words)
+    return {"launcher": launcher, "run": run}[mode](timeline, rest)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Tokens/s of a training step against a bare torch loop and the Hugging Face Trainer.
+"""Measures tokens/s of a training step against a bare torch loop and the Hugging Face Trainer.
 
     python -m benchmarks.step                                    fp32 and bf16, about ten minutes
     python -m benchmarks.step --precision fp32 --seconds 60 --profile
     python -m benchmarks.step --world 2 --only torch ours
 
-Every contender is a process that waits; they take turns of a few steps (A B C, B C A, ...), so a
-machine that drifts does not decide. The one rule: before any speed is reported, all contenders must
-have computed the same losses from the same weights and tokens. First steps are not counted. Writes
+Every contender is a process; they take turns of a few steps (A B C, B C A, ...), so that a machine
+whose speed drifts slows all alike. Rule: before any speed is reported, all contenders must have
+computed the same losses from the same weights and tokens. First steps are not counted. Writes
 benchmarks/results/step.json and step.md (see --out). Units: seconds, tokens.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.processes import ROOT, Contender, Missing
 from benchmarks.workload import Workload
 from model.cost import num_parameters
 
-# Compared for equality, then thrown away with the second warm-up turn.
+# Losses are compared in this turn; it and the second warm-up turn are not counted.
 COMPARED_STEPS = 3
 MIN_ROUNDS = 3
 # Transformers runs bf16 products on a CPU without bf16 units 20 times slower than fp32; with as
@@ -40,7 +40,7 @@ BF16 = dict(micro_batch=2, accumulation=2, seq_len=64)
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the report, write it."""
+    """Run the command; returns the exit status."""
     options = parse(arguments)
     result: dict[str, Any] = {
         "command": "python -m benchmarks.step " + " ".join(arguments),
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -77,14 +77,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def workload(precision: str, options: argparse.Namespace) -> Workload:
-    """About 8 million parameters, steps below two seconds."""
+    """Workload of 8 million parameters whose steps take less than two seconds."""
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.world)
     work = Workload(precision=precision, threads=threads, world=options.world)
     return dataclasses.replace(work, **BF16) if precision == "bf16" else work
 
 
 def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one precision. Raises NotTheSame, ContenderError."""
+    """Measure all rounds of one precision. Raises NotTheSame or ContenderError."""
     log(f"{work.precision}: starting contenders one after the other")
     missing: dict[str, str] = {}
     load_before = os.getloadavg()
@@ -128,7 +128,7 @@ def take_rounds(
     steps: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rounds of one turn each until the time is up; each round begins with the next contender."""
+    """Run rounds until the time is up; each round begins with another contender."""
     names = list(contenders)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     end, number = clock() + seconds, 0
@@ -142,14 +142,14 @@ def take_rounds(
 
 
 def has_bf16_units() -> bool:
-    """Whether torch has fast bf16 matrix products on this CPU."""
+    """True where torch has fast bf16 matrix products on this CPU."""
     from model.layers import CPU_HAS_BF16_PRODUCTS
 
     return CPU_HAS_BF16_PRODUCTS
 
 
 def commit() -> str:
-    """The commit of this checkout, with a + where files differ from it; "unknown" outside git."""
+    """Commit of this checkout, with a + where files differ from it; "unknown" outside git."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"],
         check=False,
@@ -161,7 +161,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Facts about this machine on which the numbers depend."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     packages = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
     versions = []
@@ -179,7 +179,7 @@ def machine() -> dict[str, Any]:
 
 
 def log(line: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
 """Counts how often the host waits for a CUDA device, and whose code asked for it.
 
-Two sources, because neither sees all: torch's sync debug mode warns at operators that wait (a copy
-to the host, `.item()`, `nonzero`), and the explicit waits (torch.cuda.synchronize, of a stream, of
-an event) are counted where they are called. The one rule: a wait belongs to the innermost frame of
-DeepSpeed's or of ours on the stack, to "torch" where there is none. On a machine without CUDA
-nothing is counted.
+Two sources are needed, because neither sees all waits: torch's sync debug mode warns at operators
+that wait (a copy to the host, `.item()`, `nonzero`); explicit waits (torch.cuda.synchronize, of a
+stream, of an event) are counted where they are called. Rule: a wait belongs to the innermost frame
+of DeepSpeed or of this project on the stack, and to "torch" where there is none. On a machine
+without CUDA nothing is counted.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from base.paths import ROOT
+
 BENCHMARKS = Path(__file__).resolve().parent
 WARNING = "called a synchronizing CUDA operation"
 
 
 @dataclass
-class Seen:
-    """Waits by (owner, place)."""
+class WaitCounts:
+    """Number of waits by (owner, place)."""
 
     places: Counter = field(default_factory=Counter)
 
     def add(self, stack: Sequence[traceback.FrameSummary]) -> None:
-        """Note one wait."""
+        """Count one wait."""
         self.places[owner_of(stack)] += 1
 
     def per_step(self, steps: int, owner: str) -> float:
-        """Waits per step of "ours", "deepspeed" or "torch"."""
+        """Waits for each step that "ours", "deepspeed" or "torch" caused."""
         return sum(n for (whose, _), n in self.places.items() if whose == owner) / steps
 
     def describe(self, steps: int) -> str:
-        """The places, most frequent first."""
+        """Places with their counts, most frequent first."""
         common = self.places.most_common(6)
         return "; ".join(f"{n / steps:g} x {whose} {place}" for (whose, place), n in common)
 
 
 def owner_of(stack: Sequence[traceback.FrameSummary]) -> tuple[str, str]:
-    """(owner, file:line) of a wait; `stack` ends with the innermost frame."""
+    """Owner and file:line of a wait; `stack` ends with the innermost frame."""
     for frame in reversed(stack):
         path = Path(frame.filename)
         place = f"{path.name}:{frame.lineno}"
@@ -57,11 +58,11 @@ def owner_of(stack: Sequence[traceback.FrameSummary]) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Seen]:
+def counted() -> Iterator[WaitCounts]:
     """Count the waits inside the block."""
     import torch
 
-    seen = Seen()
+    seen = WaitCounts()
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         if WARNING in str(message):
@@ -84,7 +85,7 @@ def counted() -> Iterator[Seen]:
 
 
 @contextlib.contextmanager
-def counted_calls(owner: Any, name: str, seen: Seen) -> Iterator[None]:
+def counted_calls(owner: Any, name: str, seen: WaitCounts) -> Iterator[None]:
     """Count calls of `owner.name` inside the block."""
     function: Callable = getattr(owner, name)
 

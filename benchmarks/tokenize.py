@@ -1,15 +1,15 @@
-"""Speed of making and checking corpora, per core, side by side in one run.
+"""Measures the speed of making and checking corpora per core, side by side in one run.
 
     python -m benchmarks.tokenize                  about two minutes on one core
 
 Contenders take turns on the same JSON lines; CPU seconds of one thread, medians of rounds.
-raw: `tokenizers` alone on texts that are in memory already, its ids read. ours: the whole work on
-a unit (reading, JSON, rules for text, filters, tokenizing, hashes, writing), by `tokenizers` and,
-where it is installed, by `gigatoken`. verify: a full pass of `corpus-verify` over a shard, against
-reading the file and hashing it. The one rule: the ids of all are compared before any speed is
-reported.
+raw: `tokenizers` alone on texts in memory, including the reading of its ids. ours: the whole work
+on a unit (reading, JSON, rules for text, filters, tokenizing, hashes, writing) with `tokenizers`
+and, where it is installed, with `gigatoken`. verify: a full pass of `corpus-verify` over a shard,
+against reading the file and hashing it. Rule: the ids of all contenders are compared before any
+speed is reported.
 
-Units: bytes of text or of tokens per CPU second. Gate on ratios only.
+Units: bytes of text or of tokens per CPU second. Only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from data.corpus.shard_writer import ShardWriter
 from data.corpus.sotu import read_documents
 from data.corpus.tokenizer import TextTokenizer, train_bpe
 from data.text.encoding import Encoder
-from data.text.inputs import find_inputs, plan_units
+from data.text.inputs import find_inputs
 from data.text.settings import Settings
 from data.text.unit import UnitTask, build_unit
+from data.text.unit_plan import plan_units
 
-PIECE_CHARS = 4000  # of a document in the benchmark
+PIECE_CHARS = 4000  # length of a document in the benchmark
 VERIFY_TOKENS = 64 << 20
 OUT = Path(__file__).resolve().parent / "results" / "tokenize"
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, write it."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenize")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def tokenizing(folder: Path, rounds: int, pieces: int) -> dict:
-    """Bytes of text per CPU second by contender, and ratios to raw."""
+    """Bytes of text per CPU second of each contender, and ratios to raw."""
     documents = [document.data.decode() for document in read_documents()]
     texts = [t[i : i + PIECE_CHARS] for t in documents for i in range(0, len(t), PIECE_CHARS)]
     texts = texts[:: max(1, len(texts) // pieces)][:pieces]  # from all years
@@ -116,7 +117,7 @@ def ours(tokenizer: TextTokenizer, engine: str, path: Path, folder: Path):
 
 
 def verifying(folder: Path, rounds: int) -> dict:
-    """Bytes of tokens per CPU second: a full pass, and reading with one hash."""
+    """Bytes of tokens per CPU second of a full pass, and of reading with one hash."""
     writer = ShardWriter(folder / "shard", np.dtype("<u2"), 0)
     draw = np.random.default_rng(0)
     for _ in range(16):
@@ -138,7 +139,7 @@ def verifying(folder: Path, rounds: int) -> dict:
 
 
 def compare(contenders: dict[str, Callable], rounds: int, size: int) -> dict:
-    """Take turns; the first, uncounted round compares what they give."""
+    """Run contenders in turns; the first round compares their results and is not counted."""
     given = {name: run() for name, run in contenders.items()}
     _check_equal(given)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

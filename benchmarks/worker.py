@@ -1,12 +1,12 @@
-"""One contender in a process of its own, which trains only when it is told to.
+"""Runs one contender in a process that trains only on command.
 
     parent   {"steps": 3}\n                       ->  stdin
     worker   {"losses": [..], "seconds": [..]..}\n ->  stdout
 
-The one rule: between two commands the process waits in a read and its threads sleep, so contenders
-can take turns on the same cores. Started by benchmarks.processes; replies go to the first stdout,
-whatever libraries print goes to stderr. Units: seconds; `cpu_s` is the time that all threads of the
-process spent on cores, which a busy machine stretches far less than the clock.
+Rule: between two commands the process waits in a read and its threads sleep, so that contenders can
+take turns on the same cores. Started by benchmarks.processes; replies go to the first stdout, the
+output of libraries goes to stderr. Units: seconds; `cpu_s` is the CPU time of all threads of the
+process, which other programs on the machine change far less than the wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOP_OPS = 12
 
 
 class Pipe:
-    """Commands in, replies out; the turns of a contender (see benchmarks.contenders.Turns)."""
+    """Turns of a contender (benchmarks.contenders.Turns): reads commands, writes replies."""
 
     def __init__(self, commands: TextIO, replies: TextIO):
         self.commands, self.replies = commands, replies
@@ -35,13 +35,13 @@ class Pipe:
         self.reply: dict[str, Any] = {}
 
     def begin(self) -> bool:
-        """Say that the model is built and wait; False when there is nothing to do."""
+        """Report that the model is built and wait for a command; False at the end."""
         self.send({"ready": True})
         self.is_started = True
         return self.wait()
 
     def after_step(self, loss: float, times: Any = None) -> bool:
-        """Note a step; at the end of a turn answer and wait. False: end the loop."""
+        """Count a step; at the end of a turn reply and wait. False at the end of the loop."""
         now, cpu = time.perf_counter(), time.process_time()
         self.reply["losses"].append(loss)
         self.reply["seconds"].append(now - self.began)
@@ -56,7 +56,7 @@ class Pipe:
         return True
 
     def wait(self) -> bool:
-        """Read the next command; an end of file means that the parent is gone."""
+        """Read the next command; at an end of file the parent has ended."""
         command = json.loads(self.commands.readline() or "{}")
         self.left = command.get("steps", 0)
         if self.left == 0:
@@ -71,7 +71,7 @@ class Pipe:
         return True
 
     def finish_turn(self) -> None:
-        """Send what the turn's steps gave."""
+        """Send the results of the turn's steps."""
         from runtime.engine.memory import peak_host_gib
 
         if self.profiler:
@@ -82,13 +82,13 @@ class Pipe:
         self.send(self.reply)
 
     def send(self, reply: dict[str, Any]) -> None:
-        """One line to the parent."""
+        """Send one line to the parent."""
         self.replies.write(json.dumps(reply) + "\n")
         self.replies.flush()
 
 
 def top_ops(profiler: Any, steps: int) -> dict[str, float]:
-    """Seconds per step inside each of the costliest operators, without their children."""
+    """Seconds per step in each of the costliest operators, without the operators they call."""
     events = sorted(profiler.key_averages(), key=lambda e: -e.self_cpu_time_total)
     seconds = {event.key: event.self_cpu_time_total / 1e6 / steps for event in events}
     top = dict(list(seconds.items())[:TOP_OPS])
@@ -96,7 +96,7 @@ def top_ops(profiler: Any, steps: int) -> dict[str, float]:
 
 
 def main(name: str, workload: str) -> int:
-    """Train as contender `name` until told to end; a failure before the first step is a reply."""
+    """Train as contender `name` until the last command; an early failure is sent as a reply."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     pipe = Pipe(sys.stdin, replies)

@@ -1,8 +1,8 @@
-"""What every contender trains on: one shape, one batch, one set of initial weights.
+"""Defines the workload of all contenders: one shape, one batch, one set of initial weights.
 
-The one rule: everything here is a pure function of a `Workload`, so processes that share nothing
-else start from the same weights on the same tokens. Tokens are random: speed does not depend on
-them. Units: sequences, tokens.
+Rule: everything here is a pure function of a `Workload`, so that separate processes start from the
+same weights on the same tokens. Tokens are random: speed does not depend on them. Units: sequences,
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPE_8M = dict(
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step. `threads` is per rank; micro_batch and accumulation are per rank too."""
+    """One training step. `threads`, `micro_batch` and `accumulation` are those of one rank."""
 
     precision: str = "fp32"
     threads: int = 2
@@ -49,31 +49,31 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Sequences per step and rank."""
+        """Number of sequences of a step on one rank."""
         return self.micro_batch * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Positions per step over all ranks."""
+        """Number of positions of a step on all ranks."""
         return self.rows * self.world * self.seq_len
 
     @property
     def shape_object(self) -> Model:
-        """The shape as model.cost takes it."""
+        """Shape in the form that model.cost takes."""
         return Model(**self.shape)
 
     def to_json(self) -> str:
-        """For a command line; `Workload.from_json` is the inverse."""
+        """Text for a command line; `Workload.from_json` is the inverse."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """The workload that `to_json` wrote."""
+        """Read a workload that `to_json` wrote."""
         return cls(**json.loads(text))
 
 
 def recipe_of(work: Workload, **knobs: Any) -> Recipe:
-    """The recipe whose step is this workload; `knobs` replace single values."""
+    """Recipe whose step is this workload; `knobs` replace single values."""
     values: dict[str, Any] = dict(
         run="benchmark",
         seed=SEED,
@@ -99,7 +99,7 @@ def resolved_of(recipe: Recipe, world: int) -> Resolved:
 
 
 def micro_batches(work: Workload, rank: int, attend: str) -> list[Batch]:
-    """This rank's part of the one batch that every step repeats.
+    """Micro-batches of this rank, from the one batch that every step repeats.
 
     attend: "within" cuts rows into documents, "across" leaves them whole. The last position of a
     row has no target, because Transformers' models, which shift labels themselves, have none there.
@@ -118,6 +118,6 @@ def micro_batches(work: Workload, rank: int, attend: str) -> list[Batch]:
 
 
 def count_targets(work: Workload, attend: str) -> int:
-    """Targets of the global batch."""
+    """Number of targets of the global batch."""
     ranks = (micro_batches(work, rank, attend) for rank in range(work.world))
     return int(sum((batch.labels != IGNORED).sum() for batches in ranks for batch in batches))

@@ -1,7 +1,10 @@
-"""Layout-free save and load; no pickle.
+"""Checkpoints that any layout can load: what is on disk, how it is saved, how it is loaded.
 
-comm.py                    How the ranks of a save or load agree: one operation, `exchange`
-export.py                  `python -m checkpoint.export RUN [--step N]`: a checkpoint as a Hug
-fragments.py               What this rank owns of the weights and the optimizer's states: wher
-lineage.py                 Segments of a run: which steps, checkpoints and lines belong to it
+format/                    The files of a checkpoint folder
+save/                      All ranks write, rank 0 commits
+load/                      A checkpoint is chosen, compared with the recipe, and read
+comm.py                    How ranks exchange small values during a save or a load
+export.py                  Writes a checkpoint as a Hugging Face folder
+fragments.py               Finds the pieces of weights and optimizer states that this rank owns
+lineage.py                 Segments of a run: which steps and checkpoints belong to it now
 """

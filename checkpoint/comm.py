@@ -1,10 +1,10 @@
-"""How the ranks of a save or load agree: one operation, `exchange`.
+"""The ranks of a save or load agree by one operation, `exchange`.
 
     comm.rank   comm.world   comm.exchange(value, what) -> [value of rank 0, value of rank 1, ...]
 
-A barrier, a broadcast and a vote are exchanges. The one rule: every rank makes the same exchanges
-in the same order, also a rank on which something failed; so failures travel as values, and no rank
-waits for another that gave up. Units: seconds.
+A barrier, a broadcast and a vote are all exchanges. Rule: every rank makes the same exchanges in
+the same order, also a rank on which something failed. Failures are therefore sent as values, and no
+rank waits for another that has given up. Units: seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from base.errors import Shared, UserError
 
 
 class Comm(Protocol):
-    """Ranks that save or load one checkpoint together."""
+    """The ranks that save or load one checkpoint together."""
 
     rank: int
     world: int
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, in order of rank, on every rank. `what` names the moment."""
+        """Return the values of all ranks, in order of rank, on every rank. `what` names the moment,
+        for messages.
+        """
 
 
 class Alone:
-    """One process."""
+    """Comm of a single process."""
 
     rank, world = 0, 1
 
@@ -35,12 +37,12 @@ class Alone:
         return [value]
 
 
-class Ranks:
-    """All ranks of torch.distributed, over a gloo group of their own.
+class RankComm:
+    """Comm of all ranks of torch.distributed, over a gloo group of its own.
 
-    Its own group, so that a save beside training never mixes with training's collectives; gloo,
-    because only small CPU values travel. Making it is a collective. `timeout_s` bounds the wait for
-    the slowest rank, which may still be writing.
+    The group is separate so that a save beside training never mixes with training's collectives. It
+    uses gloo because only small CPU values are exchanged. Creating it is a collective. `timeout_s`
+    bounds the wait for the slowest rank, which may still be writing.
     """
 
     def __init__(self, timeout_s: float = 1800):
@@ -51,7 +53,9 @@ class Ranks:
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Raises RuntimeError when another rank does not come within `timeout_s`, or is gone."""
+        """See Comm. Raises RuntimeError when a rank is gone, or makes no call within
+        `timeout_s`.
+        """
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world
@@ -68,12 +72,14 @@ class Ranks:
 
 
 def broadcast(comm: Comm, value: Any, what: str) -> Any:
-    """Rank 0's value on every rank."""
+    """Return rank 0's value on every rank."""
     return comm.exchange(value if comm.rank == 0 else None, what)[0]
 
 
 def together(comm: Comm, action: Callable[[], Any], what: str) -> Any:
-    """What `action` gives on this rank; where any rank refuses, all raise its words as Shared."""
+    """Return what `action` returns on this rank. Where it raises UserError on any rank, all ranks
+    raise that rank's problems as Shared.
+    """
     value, problems = None, None
     try:
         value = action()

@@ -1,13 +1,13 @@
-"""What this rank owns of the weights and the optimizer's states: where DeepSpeed's internals end.
+"""The pieces of weights and optimizer states that this rank owns, read from DeepSpeed's internals.
 
     stages 1, 2, BF16_Optimizer   one flat fp32 partition per parameter group; `_hp_mapping` of a
-                                  parameter says which of its elements lie there, and where
-    stage 3                       one flat fp32 partition per sub-group; every parameter is cut into
-                                  equal parts over the ranks, the last one padded
+                                  parameter gives which of its elements it contains, and where
+    stage 3                       one flat fp32 partition per sub-group; every parameter is split
+                                  into equal parts over the ranks, and the last part is padded
 
-The one rule: fragments are views of the live memory. Every element of every tensor is in the
-written fragments of exactly one rank, padding is in none. Names of attributes are those of
-the DeepSpeed version that requirements.txt pins. Units: elements, optimizer steps.
+Rule: fragments are views of live memory. Every element of every tensor is in the written fragments
+of exactly one rank, and padding is in none. The attributes used here are those of the DeepSpeed
+version that requirements.txt pins. Units: elements, optimizer steps.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ STEP = "step"
 
 
 def fragments(ds: Any, tensor_index: int = 0) -> list[Fragment]:
-    """Pieces of fp32 master weights and optimizer states that this rank owns, one-dim views.
+    """Return the pieces of fp32 master weights and optimizer states that this rank owns, as
+    one-dimensional views.
 
-    `tensor_index` is the rank's place on the tensor axis: what every rank of it has is written by
-    the first. Optimizer states that do not exist yet are left out: call `create_states` before.
+    `tensor_index` is the rank's index on the tensor axis: a tensor that every rank of that axis
+    holds is written by the first. Optimizer states that do not exist yet are left out, so call
+    `create_states` before.
     """
     found = []
     for name, parameter, shape, start, count, flat, offset in _pieces(ds):
@@ -49,10 +51,10 @@ def fragments(ds: Any, tensor_index: int = 0) -> list[Fragment]:
 def place(
     parameter: torch.nn.Parameter, shape: tuple[int, ...], tensor_index: int
 ) -> tuple[Box, bool]:
-    """Where a parameter of this rank lies in the full one, and whether this rank writes it.
+    """Return the box of a parameter of this rank in the full one, and whether this rank writes it.
 
-    Marks that cuts leave on it: `shard` (`parallel.tensor.Shard`), and `is_copy` where a tied
-    weight lives on two pipeline stages and this is not the first.
+    Reads two marks that parallel/ leaves on a parameter: `shard` (a `ParameterShard`),
+    and `is_copy` on the second copy of a tied weight that two pipeline stages hold.
     """
     shard = getattr(parameter, "shard", None)
     box = Box(shape, shape)
@@ -63,9 +65,10 @@ def place(
 
 
 def replicas(ds: Any, mesh: Mesh) -> list[Replica]:
-    """Working weights of this rank that other ranks hold too, in the model's order.
+    """Return the working weights of this rank that other ranks hold as well, in the model's order.
 
-    Under ZeRO-3 those that stay gathered. Secondary partitions (ZeRO++) are not looked at.
+    Under ZeRO-3 these are the ones that stay gathered. Secondary partitions (ZeRO++) are not
+    compared.
     """
     found = []
     for name, parameter in ds.module.named_parameters():
@@ -84,10 +87,10 @@ def replicas(ds: Any, mesh: Mesh) -> list[Replica]:
 
 
 def create_states(ds: Any) -> None:
-    """Make the optimizer's states exist, as zeros with step 0; a load can then fill them.
+    """Create the optimizer's states as zeros with step 0, so that a load can fill them.
 
-    Runs torch's own lazy creation: one optimizer step with zero gradients, rate and decay, which
-    leaves every weight as it is. Does nothing where states exist already.
+    This runs torch's own lazy creation: one optimizer step with zero gradients, learning rate and
+    weight decay, which changes no weight. States that exist already are kept.
     """
     optimizer = _torch_optimizer(ds)
     groups = optimizer.param_groups
@@ -98,7 +101,7 @@ def create_states(ds: Any) -> None:
         grad, flat.grad = flat.grad, torch.zeros_like(flat)
         try:
             optimizer.param_groups = [group | still | {"params": [flat]}]
-            # The class's step: that of the instance may be wrapped by a schedule.
+            # Call the step of the class, because that of the instance may be wrapped by a schedule.
             type(optimizer).step(optimizer)
         finally:
             optimizer.param_groups = groups
@@ -107,9 +110,10 @@ def create_states(ds: Any) -> None:
 
 
 def optimizer_step(ds: Any) -> int | None:
-    """Updates that the optimizer has counted; None for one that does not count, such as SGD.
+    """Return the number of updates that the optimizer has counted; None for one that does not
+    count, such as SGD.
 
-    The same in all partitions, since a skipped step is skipped by all.
+    All partitions have the same number, because all of them skip a skipped step.
     """
     counts = {int(s[STEP]) for s in _torch_optimizer(ds).state.values() if STEP in s}
     assert len(counts) <= 1, f"partitions have taken different numbers of steps: {sorted(counts)}"
@@ -117,7 +121,7 @@ def optimizer_step(ds: Any) -> int | None:
 
 
 def set_optimizer_step(ds: Any, step: int) -> None:
-    """Set the count that bias correction uses, in every partition."""
+    """Set the number of updates that bias correction uses, in every partition."""
     for state in _torch_optimizer(ds).state.values():
         _set_step(state, step)
 
@@ -131,15 +135,16 @@ def _set_step(state: dict, step: int) -> None:
 
 @torch.no_grad()
 def after_load(ds: Any, optimizer_step: int) -> None:
-    """Bring everything that follows from the fp32 state in line with it; a collective.
+    """Recompute everything that is derived from the fp32 state; a collective.
 
-    The 16-bit (or working fp32) weights of all ranks, the optimizer's step count, the parameters
-    that ZeRO-3 keeps gathered.
+    These are the 16-bit (or working fp32) weights of all ranks, the optimizer's step count, and the
+    parameters that ZeRO-3 keeps gathered.
     """
     set_optimizer_step(ds, optimizer_step)
     zero = ds.optimizer
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-        # As at the end of a step: release everything, refresh partitions, gather the small ones.
+        # Do what the end of a step does: release everything, refresh the partitions, gather the
+        # small ones.
         zero._partition_all_parameters()
         for number in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -152,12 +157,12 @@ def after_load(ds: Any, optimizer_step: int) -> None:
 
 
 def _torch_optimizer(ds: Any) -> torch.optim.Optimizer:
-    """The optimizer that DeepSpeed wraps."""
+    """Return the optimizer that DeepSpeed wraps."""
     return ds.optimizer.optimizer
 
 
 def _partitions(ds: Any) -> Iterator[tuple[torch.Tensor, dict]]:
-    """(flat fp32 partition of this rank, its parameter group of the torch optimizer)."""
+    """Give each (flat fp32 partition of this rank, its parameter group of the torch optimizer)."""
     zero, groups = ds.optimizer, _torch_optimizer(ds).param_groups
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         assert not zero.swap_optimizer, "optimizer states on NVMe are not in memory"
@@ -172,8 +177,8 @@ def _partitions(ds: Any) -> Iterator[tuple[torch.Tensor, dict]]:
 
 
 def _pieces(ds: Any) -> Iterator[tuple]:
-    """(name, parameter, its shape, first element, elements, flat partition, offset in it) of what
-    is ours.
+    """Give (name, parameter, its shape, first element, number of elements, flat partition, offset
+    in it) for each piece that this rank owns.
     """
     zero = ds.optimizer
     flats = [flat for flat, _ in _partitions(ds)]
@@ -200,7 +205,7 @@ def _pieces(ds: Any) -> Iterator[tuple]:
 
 
 def _states(ds: Any, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The optimizer's states of a flat partition that have a value per element."""
+    """Return the optimizer's states of a flat partition that have one value per element."""
     states = {}
     for key, value in _torch_optimizer(ds).state.get(flat, {}).items():
         if torch.is_tensor(value) and value.shape == flat.shape:

@@ -1,49 +1,44 @@
-"""Segments of a run: which steps, checkpoints and lines belong to it now, and which were abandoned.
+"""Segments of a run: which steps, checkpoints and lines belong to it now, and which are abandoned.
 
     segment 0   1 ........ 80 | 81 ... 105   abandoned
     segment 1             '---- 81 ............ 140 | 141 ... 160   abandoned
     segment 2                                   '---- 141 ...   current
 
-The one rule: history.jsonl alone says what belongs to the run, and a rewind is one line of it.
-Checkpoints carry their segment in their name, lines in a field, so nothing is moved or overwritten
-when a run turns back, and a kill at any moment leaves the old lineage or the new one. Each line
-ends with a digest of its text: a bit flipped in a range of skips would train another run. Units:
-steps.
+Rule: history.jsonl alone decides what belongs to the run, and a rewind is one line of it.
+Checkpoints have their segment in their name, and lines have it in a field. So a rewind moves and
+overwrites nothing, and a kill at any moment leaves either the old lineage or the new one. Each line
+ends with a digest of its text, because one flipped bit in a range of skips would change what the
+run trains on. Units: steps.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from checkpoint.format.blocks import digest
+from base.jsonl import Line, decode, digest, has_digest
 
 FILE = "history.jsonl"
-MARK = "recipe.yaml"  # what makes a folder under runs/ a run of ours
-DIGEST = re.compile(rb', "digest": "([0-9a-f]{16})"}')  # the end of a line, over all before it
+MARK = "recipe.yaml"  # a folder under runs/ that holds this file is a run
 NO_DIGEST = (
     " (runs were once written without digests: where you trust the line, write"
     ' , "digest": "{}"}} in place of its last brace)'
 )
 
-Line = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Span:
-    """Steps (after, last] of one segment; `last` None = it goes on."""
+    """Steps (after, last] of one segment; `last` None means that the segment goes on."""
 
     segment: int
     after: int
     last: int | None
 
     def holds(self, segment: int, step: int) -> bool:
-        """Whether a step of a segment lies in it."""
+        """Return whether a step of a segment lies in this span."""
         return (
             segment == self.segment
             and step > self.after
@@ -53,31 +48,31 @@ class Span:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What belongs to a segment: its own steps and those that it goes on from, oldest first."""
+    """The steps that belong to a segment: its own, and those that it goes on from, oldest first."""
 
     spans: tuple[Span, ...]
 
     @property
     def segment(self) -> int:
-        """The segment that this is the lineage of."""
+        """Number of the segment whose lineage this is."""
         return self.spans[-1].segment
 
     @property
     def after(self) -> int:
-        """The step that this segment goes on from; 0 = from the start."""
+        """Step that this segment goes on from; 0 = from the start."""
         return self.spans[-1].after
 
     def holds(self, segment: int, step: int) -> bool:
-        """Whether step N of a segment belongs to it. Checkpoints count: one of step 0 is none."""
+        """Return whether a step of a segment belongs to the lineage. Step 0 never does."""
         return any(span.holds(segment, step) for span in self.spans)
 
     def own(self, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Of lines with `segment` and `step`, those that belong to it."""
+        """Return those of `lines` (with `segment` and `step`) that belong to the lineage."""
         return [line for line in lines if self.holds(line.get("segment", 0), line["step"])]
 
 
 def run_folder(name: str, root: Path) -> Path:
-    """The folder of a run given by path or by its name under `root`/runs/. Raises UserError."""
+    """Find the folder of a run by its path or by its name under `root`/runs/. Raises UserError."""
     for path in (Path(name), root / "runs" / name):
         if name and (path / MARK).is_file():
             return path.resolve()
@@ -87,26 +82,27 @@ def run_folder(name: str, root: Path) -> Path:
 
 
 def read(folder: Path) -> list[Line]:
-    """All lines of a run's history, in order; a torn last one, left by a kill, never happened.
+    """Read all lines of a run's history, in order. An incomplete last line, which a kill leaves, is
+    ignored.
 
-    Raises UserError where another is damaged, or has no digest: without it another lineage would
-    be chosen.
+    Raises UserError where any other line is damaged or has no digest, because another lineage would
+    then be chosen.
     """
     path = folder / FILE
     if path.is_dir():
-        raise UserError(f"{path} is a folder: the run's lineage hangs on it, put the file back")
+        raise UserError(f"{path} is a folder: the run's lineage depends on it, put the file back")
     if not path.is_file():
         return []
     *whole, _torn = path.read_bytes().split(b"\n")
     found = []
     for number, text in enumerate(whole, start=1):
         try:
-            found.append(decode(text))
+            found.append(decode(text, needs_digest=True))
         except ValueError as problem:
             raise UserError(
-                f"{path} line {number} is damaged: {problem}. The run's lineage hangs on it: put it"
-                " back from a copy, or mend it by hand until text and digest agree"
-                + ("" if has_digest(text) else NO_DIGEST.format(_digest(text.removesuffix(b"}"))))
+                f"{path} line {number} is damaged: {problem}. The run's lineage depends on it: put"
+                " it back from a copy, or repair it by hand until text and digest agree"
+                + ("" if has_digest(text) else NO_DIGEST.format(digest(text.removesuffix(b"}"))))
             ) from None
     numbers = [line.get("segment") for line in segments(found)]
     if numbers != list(range(len(numbers))):
@@ -114,41 +110,15 @@ def read(folder: Path) -> list[Line]:
     return found
 
 
-def encode(line: Line) -> bytes:
-    """A line as it stands in the file."""
-    body = json.dumps(line, allow_nan=False).encode()[:-1]
-    return body + f', "digest": "{_digest(body)}"}}\n'.encode()
-
-
-def has_digest(text: bytes) -> bool:
-    """Whether a line ends with a digest, right or wrong."""
-    return DIGEST.search(text, max(0, len(text) - 32)) is not None
-
-
-def decode(text: bytes) -> Line:
-    """What a line says. Raises ValueError unless its digest is that of its text."""
-    end = DIGEST.search(text, max(0, len(text) - 31))
-    body = text[: end.start()] if end else text.removesuffix(b"}")
-    if end is None or end.end() != len(text) or end[1].decode() != _digest(body):
-        stands = f"the digest {end[1].decode()}" if end else "no digest"
-        raise ValueError(f"it has {stands}, its text gives {_digest(body)}")
-    line = json.loads(body + b"}")
-    if not isinstance(line, dict):
-        raise ValueError("it is no JSON object")
-    return line
-
-
-def _digest(body: bytes) -> str:
-    return digest(body)[:8].hex()
-
-
 def segments(lines: Iterable[Line]) -> list[Line]:
-    """The lines that open a segment, by number."""
+    """Return the lines that open a segment, in order of number."""
     return [line for line in lines if line.get("kind") == "segment"]
 
 
 def lineage(lines: Sequence[Line], segment: int | None = None) -> Lineage:
-    """The lineage of the newest segment, or of `segment`; without any, of segment 0."""
+    """Return the lineage of the newest segment, or of `segment`; of segment 0 where none was
+    opened.
+    """
     opened = segments(lines)
     if not opened:
         return Lineage((Span(0, 0, None),))
@@ -166,5 +136,5 @@ def lineage(lines: Sequence[Line], segment: int | None = None) -> Lineage:
 
 
 def lineage_of(folder: Path) -> Lineage:
-    """The current lineage of a run folder."""
+    """Return the current lineage of a run folder."""
     return lineage(read(folder))

@@ -1,4 +1,5 @@
-"""`make branch`: a new run that goes on from a checkpoint of another, without a copy of its data.
+"""`make branch`: makes a new run that goes on from a checkpoint of another, without copying its
+data.
 
     make branch RUN=tiny STEP=80 TO=tiny-b OVERRIDES="optim.lr=1e-4" WHY="lower rate"
 
@@ -7,9 +8,10 @@
                   ledger/ metrics.jsonl environment.json    the parent's lines up to STEP
                   checkpoints/     hard links to the parent's files
 
-The one rule: the two runs share bytes and no name. A checkpoint is never written to again, so
-either run may be removed or pruned without the other noticing; only damage to the disk under a file
-is shared. The folder appears complete, by one rename, after the parent's history says so.
+Rule: the two runs share bytes but no file name. A committed checkpoint is never written to again,
+so removing or pruning one run does not affect the other; only damage to the disk under a file
+affects both. The folder appears complete, by one rename, after the parent's history has recorded
+it.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, count_of, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, count_of, refuse
 from base.durable import sync_folder, sync_tree
 from base.errors import UserError
 from base.exits import FINISHED
 from base.paths import ROOT
 from checkpoint.format.manifest import committed, read_manifest
 from checkpoint.lineage import MARK, Line, Lineage, lineage, read, run_folder
-from checkpoint.load.allowed_changes import Change, check_resume
+from checkpoint.load.allowed_changes import RecipeChange, check_resume
 from checkpoint.load.choosing import verify
 from data.stream.schedule import schedule_of
 from data.stream.stream import open_stream
@@ -44,7 +46,7 @@ from runtime.resolve import attempt
 
 ENVIRONMENT = "environment.json"
 LINE_FILES = ("metrics.jsonl", "ledger/steps.jsonl")
-# Of one start only: a branch does not inherit them.
+# Knobs of a single start; a branch does not inherit them.
 OF_A_START = {"stop_after": None, "resume": "auto", "allow": [], "init_from": None}
 
 
@@ -56,7 +58,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--segment", default="", help="take the checkpoint of this segment")
     parser.add_argument("--to", default="", help="name of the new run")
     parser.add_argument("--why", default="", help="for the record")
-    add_words(parser, "*", "overrides of the new run")
+    add_overrides(parser, "*", "overrides of the new run")
     options = parser.parse_args(arguments)
     try:
         parent = run_folder(options.run, ROOT)
@@ -78,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def find(parent: Path, options: argparse.Namespace) -> tuple[history.Target, Path]:
-    """The checkpoint to go on from, every byte of it read. Raises UserError."""
+    """Find the checkpoint to go on from, and read every byte of it. Raises UserError."""
     problems: list[str] = []
     step = attempt(problems, lambda: count_of("STEP", options.step, least=1))
     segment = None
@@ -97,7 +99,7 @@ def find(parent: Path, options: argparse.Namespace) -> tuple[history.Target, Pat
 
 
 def name_problems(name: str) -> list[str]:
-    """Why a new run cannot have this name."""
+    """Return why a new run cannot have this name."""
     try:
         if not name or folder_name(name) is None:
             return ["TO=: give the new run a name, such as TO=tiny-b"]
@@ -110,16 +112,16 @@ def name_problems(name: str) -> list[str]:
 
 def branched(
     parent: Path, target: history.Target, checkpoint: Path, options: argparse.Namespace
-) -> tuple[Recipe, list[Change]]:
-    """The new run's recipe, and what in it changes the curve: whatever OVERRIDES names is allowed,
-    as long as it may change within a run. Raises UserError.
+) -> tuple[Recipe, list[RecipeChange]]:
+    """Return the new run's recipe, and its deliberate changes. Every change that OVERRIDES names is
+    allowed if it may change within a run. Raises UserError.
     """
     state = read_state(read_manifest(checkpoint).state, checkpoint)
     stored = state.recipe | OF_A_START
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / MARK
         own.write_text(recipe_yaml(to_recipe(stored, {}, [])[0]), encoding="utf-8")
-        recipe = compose(str(own), [*words_of(options), f"run={options.to}"]).recipe
+        recipe = compose(str(own), [*arguments_of(options), f"run={options.to}"]).recipe
     found = check_resume(stored, dataclasses.asdict(recipe)).changes
     allow = tuple(change.key for change in found if change.treatment == "deliberate")
     skips = history.data_with_skips(recipe.data, kept_skips(read(parent), target))
@@ -132,7 +134,7 @@ def branched(
 
 
 def kept_skips(lines: Sequence[Line], target: history.Target) -> list[Line]:
-    """What is left out before and after the target, as far as the parent knows."""
+    """Return the data steps that the parent leaves out before and after the target."""
     before = history.in_force(lines, target.segment, target.step)
     return [*before, *history.carried(lines, target)]
 
@@ -142,15 +144,18 @@ def branch(
     target: history.Target,
     checkpoint: Path,
     recipe: Recipe,
-    changes: Sequence[Change],
+    changes: Sequence[RecipeChange],
     why: str,
 ) -> None:
-    """Make the folder under a name of its own, tell the parent, rename. Raises UserError."""
+    """Make the folder under a temporary name, record it in the parent's history, rename it. Raises
+    UserError.
+    """
     folder = ROOT / "runs" / recipe.run
     new = folder.with_name(f".{folder.name}.new-{os.getpid()}")
     lines, facts = read(parent), {"why": why, "who": "operator", "since": history.now()}
-    os.umask(os.umask(0o077) | 0o022)  # nobody but the owner writes what is made here
+    os.umask(os.umask(0o077) | 0o022)  # only the owner may write to what is made here
     try:
+        # Make the folder, with links to the checkpoint and copies of the record.
         sweep(folder)
         new.mkdir()
         link(checkpoint, new / "checkpoints" / checkpoint.name)
@@ -159,6 +164,7 @@ def branch(
             copy_lines(parent / name, new / name, lineage(lines, target.segment), target.step)
         if (parent / ENVIRONMENT).is_file():
             shutil.copy2(parent / ENVIRONMENT, new / ENVIRONMENT)
+        # Write its history: that of the parent, then the branch as the next segment.
         for line in lines:
             if line["kind"] != "branch":
                 history.append(new, line)
@@ -166,6 +172,7 @@ def branch(
         line = history.next_segment(lines, target, skips, facts, run=parent.name)
         history.append(new, line)
         history.overrides(new, changes, target.step)
+        # Record the branch in the parent, then give the folder its name.
         place = {"segment": target.segment, "step": target.step, "to": folder.name}
         history.append(parent, {"kind": "branch", **place, **facts})
         sync_tree(new)
@@ -178,7 +185,7 @@ def branch(
 
 
 def sweep(folder: Path) -> None:
-    """Remove what commands for the same name left that a kill ended."""
+    """Remove what killed commands for the same name have left."""
     for left in folder.parent.glob(f".{folder.name}.new-*"):
         process = left.name.rpartition("-")[2]
         if process.isdigit() and not Path("/proc", process).exists():
@@ -186,8 +193,8 @@ def sweep(folder: Path) -> None:
 
 
 def link(checkpoint: Path, to: Path) -> None:
-    """Give every file of a checkpoint a second name. Raises OSError where the file system cannot,
-    or where the parent removed it meanwhile.
+    """Give every file of a checkpoint a second name. Raises OSError where the file system has no
+    hard links, or where the parent run has removed the checkpoint meanwhile.
     """
     to.mkdir(parents=True)
     for file in sorted(checkpoint.iterdir()):
@@ -195,7 +202,7 @@ def link(checkpoint: Path, to: Path) -> None:
 
 
 def copy_lines(source: Path, to: Path, chosen: Lineage, last_step: int) -> None:
-    """Copy the lines of steps that the branch goes on from, without damaged ones."""
+    """Copy the lines of the steps that the branch goes on from. Damaged lines are left out."""
     if not source.is_file():
         return
     to.parent.mkdir(exist_ok=True)

@@ -1,12 +1,12 @@
-"""`make checkpoints RUN=`: the checkpoints of a run, one a line.
+"""`make checkpoints RUN=`: lists the checkpoints of a run, one per line.
 
     step  segment  size  ranks  age  verified  val loss  skipped  tags             layout
 
-Its one rule: it looks at manifests and sizes only; `checkpoint.verify` reads the bytes. `verified`
-says how much was read back when it was saved, `val loss` the newest one since the save before,
-`skipped` how many steps did not move the weights since then. Tags: best (lowest validation loss of
-those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the run was taken back
-behind it). Exit status 0, 1 when one is damaged, 93 when there is no such run.
+Rule: it reads only manifests and sizes; `make verify` reads every byte. `verified` is how much was
+read back when the checkpoint was saved, `val loss` the newest validation loss since the save
+before, `skipped` the number of steps since then that did not change the weights. Tags: best (lowest
+validation loss of those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (a
+rewind left it behind). Exit status 0, 1 when one is damaged, 93 when there is no such run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
+from base.units import MIB
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
 from checkpoint.lineage import lineage_of
-from checkpoint.load.choosing import best, verify
+from checkpoint.load.choosing import verify
+from checkpoint.save.retention import best
 
 AXES = ("pipeline", "data", "context", "tensor", "stage")
 HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skipped", "tags",
@@ -32,12 +34,12 @@ HEAD = ["step", "segment", "size", "ranks", "age", "verified", "val loss", "skip
 def row(
     step: int, segment: int, folder: Path, tags: list[str]
 ) -> tuple[list[str], list[str], dict[str, Any]]:
-    """(cells of one line, problems, state of the run)."""
+    """Return (cells of one line, problems, state of the run)."""
     problems = verify(folder, "sizes")
     try:
         manifest = read_manifest(folder)
         age = f"{(time.time() - (folder / NAME).stat().st_mtime) / 3600:.1f} h"
-    except (Damaged, OSError, UserError):  # also one that another version wrote
+    except (Damaged, OSError, UserError):  # also for one that another version wrote
         cells = [str(step), str(segment), "?", "?", "?", "damaged", "?", "?", " ".join(tags), ""]
         return cells, problems, {}
     state = manifest.state
@@ -50,7 +52,7 @@ def row(
     cells = [
         str(step),
         str(segment),
-        f"{manifest.num_bytes / 2**20:.1f} MiB",
+        f"{manifest.num_bytes / MIB:.1f} MiB",
         str(manifest.world),
         age,
         "damaged" if problems else knobs.get("verify", "?"),
@@ -63,7 +65,7 @@ def row(
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns aligned, the last one left open."""
+    """Align the columns to the right, except the last one, which has any width."""
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(c.rjust(w) for c, w in zip(cells, widths, strict=False)), cells[-1]]).rstrip()
@@ -72,7 +74,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table; exit status."""
+    """Print the table; returns the exit status."""
     parser = Parser(prog="commands.checkpoints", description="checkpoints of a run")
     parser.add_argument("run", help="run folder, or its name under runs/")
     name = parser.parse_args(arguments).run

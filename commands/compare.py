@@ -3,10 +3,10 @@
     python -m commands.compare --recipe tiny --nproc 2 --sweep "zero=1,2,3" --steps 20 [--repeats 3]
     python -m commands.compare --runs "a b c"
 
-One rule: nothing starts before every variant has been checked, with all problems at once and the
-number of runs told. The same command goes on where an interrupted comparison was.
+Rule: nothing starts before all variants have been checked; all problems are reported at once. The
+same command continues an interrupted comparison.
 
-Exit status: 0 the report is there; 1 no variant finished, or losses that must agree do not; 93
+Exit status: 0 the report is written; 1 no variant finished, or losses that must agree do not; 93
 refused; 130 interrupted.
 """
 
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import counted, read_ranks
 from compare import pictures, runner, tensorboard_pages
@@ -37,7 +37,7 @@ from compare.variants import (
     FEWEST_STEPS,
     MOST_REPEATS,
     MOST_STEPS,
-    Plan,
+    ComparisonPlan,
     checked_name,
     plan,
     read_count,
@@ -50,7 +50,7 @@ FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of the two commands above; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = Parser(prog="make compare", description=__doc__)
     parser.add_argument("--name", help="folder of the report under runs/")
     parser.add_argument("--runs", help="names of runs that exist")
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
     parser.add_argument("--repeats", default="3")
-    add_words(parser, "*", "overrides of every variant")
+    add_overrides(parser, "*", "overrides of every variant")
     options = parser.parse_args(arguments)
     try:
-        options.words = words_of(options)
+        options.arguments = arguments_of(options)
         if options.runs is not None:
             return compare_runs(options)
         return compare_variants(options)
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare_variants(options: argparse.Namespace) -> int:
-    """Run a sweep and report it."""
+    """Run a sweep and write its report; returns the exit status."""
+    # Check everything, then enter the folder.
     wanted = read_plan(options)
     folder = RUNS / wanted.name
     refuse_another(folder, wanted.as_dict())
@@ -82,11 +83,13 @@ def compare_variants(options: argparse.Namespace) -> int:
     print(announcement(wanted), flush=True)
     runner.check(wanted)
     lock = open_comparison(folder, wanted.as_dict())
+    # Train.
     try:
         runner.run_all(wanted, folder)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with the run that was ended", file=sys.stderr)
+        print("interrupted; the same command continues with this run", file=sys.stderr)
         return INTERRUPTED
+    # Read the records of the runs and report.
     failures = reasons(folder)
     sides = [Side(variant.label) for variant in wanted.variants]
     for turn in wanted.turns():
@@ -101,8 +104,8 @@ def compare_variants(options: argparse.Namespace) -> int:
     return status
 
 
-def read_plan(options: argparse.Namespace) -> Plan:
-    """The plan of a command line. Raises UserError with all problems."""
+def read_plan(options: argparse.Namespace) -> ComparisonPlan:
+    """Plan the comparison of a command line. Raises UserError with all problems."""
     problems: list[str] = []
 
     def attempt(read, *given):
@@ -122,11 +125,13 @@ def read_plan(options: argparse.Namespace) -> Plan:
 
     if problems:
         raise UserError(*problems)
-    return plan(options.name, options.recipe, ranks, options.words, sweep, steps, repeats, resolved)
+    return plan(
+        options.name, options.recipe, ranks, options.arguments, sweep, steps, repeats, resolved
+    )
 
 
-def announcement(wanted: Plan) -> str:
-    """What is about to be checked and run."""
+def announcement(wanted: ComparisonPlan) -> str:
+    """Text on what will be checked and run."""
     runs, ranks = len(wanted.turns()), wanted.ranks
     labels = "; ".join(variant.label for variant in wanted.variants)
     return (
@@ -136,8 +141,8 @@ def announcement(wanted: Plan) -> str:
     )
 
 
-def shown_command(wanted: Plan) -> str:
-    """The command that made it."""
+def shown_command(wanted: ComparisonPlan) -> str:
+    """Command that makes this comparison, for the report."""
     parts = [
         f"make compare RECIPE={wanted.recipe} NPROC={wanted.ranks}",
         f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps} REPEATS={wanted.repeats}',
@@ -148,16 +153,17 @@ def shown_command(wanted: Plan) -> str:
 
 
 def compare_runs(options: argparse.Namespace) -> int:
-    """Report runs that exist."""
+    """Write a report of runs that exist; returns the exit status."""
     names = options.runs.split()
     problems = [
-        f"RUNS: {name} stands there twice"
-        for name in sorted({n for n in names if names.count(n) > 1})
+        f"RUNS: {name} is given twice" for name in sorted({n for n in names if names.count(n) > 1})
     ]
     if options.sweep:
-        problems.append("RUNS and SWEEP: runs that exist, or new ones; give one of them")
+        problems.append("RUNS takes runs that exist, SWEEP makes new ones; give one of the two")
     if len(names) < 2:
-        problems.append(f'RUNS="{options.runs}" names {len(names)} runs; give two or more')
+        problems.append(
+            f'RUNS="{options.runs}" names {counted(len(names), "run")}; give two or more'
+        )
     read = []
     for name in dict.fromkeys(names):
         try:
@@ -179,11 +185,11 @@ def compare_runs(options: argparse.Namespace) -> int:
 
 
 def report(shown: Comparison, folder: Path) -> int:
-    """Write the report of what was read, print its table; returns the exit status."""
+    """Write report, pictures and TensorBoard files, print the table; returns the exit status."""
     if not shown.runs:
         for side in shown.sides:
             print(f"{side.label}: {side.reason}", file=sys.stderr)
-        print(f"no variant finished; output in runs/{shown.name}/logs/", file=sys.stderr)
+        print(f"no variant finished; their output is in runs/{shown.name}/logs/", file=sys.stderr)
         return FAILED
     names = pictures.draw(shown, folder)
     shown = dataclasses.replace(shown, pictures=names)

@@ -1,4 +1,4 @@
-"""`make corpus IN= OUT= TOKENIZER= WORKERS=`: builds a corpus from text."""
+"""`make corpus IN= OUT= TOKENIZER= WORKERS=`: build a corpus from text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from base.command_line import Parser, refuse
 from base.cores import usable
 from base.errors import UserError
-from base.values import split_words
+from base.values import split_arguments
 from data.corpus.build_report import report_lines
 from data.corpus.tokenizer import open_tokenizer
 from data.text.ingest import build_corpus
@@ -47,19 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
             problems.append(f"WORKERS={options.workers}: is not 1 or more")
         if problems:
             raise UserError(*problems)
-        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
-        settings = read_settings(words)
+        arguments = [*options.settings, *split_arguments("OVERRIDES", options.overrides)]
+        settings = read_settings(arguments)
         tokenizer = open_tokenizer(options.tokenizer, settings.eod)
         out = Path(options.out)
         manifest = build_corpus(options.source, out, tokenizer, settings, options.workers, log)
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     for line in report_lines(out, manifest):
         print(line)
-    # Now, not at the interpreter's end: once, of many, this came to nothing through a pipe.
+    # Flushed here: in one of many runs the flush at the interpreter's end lost it through a pipe.
     print(f"built in {time.monotonic() - start:.1f} s", flush=True)
     return 0
 

@@ -1,4 +1,4 @@
-"""`make corpus-import IN= OUT= TOKENIZER=`: a corpus from files that other tools have tokenized."""
+"""`make corpus-import IN= OUT= TOKENIZER=`: make a corpus from token files of other tools."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 from base.command_line import Parser, refuse
 from base.errors import UserError
-from base.values import split_words
+from base.values import split_arguments
 from data.corpus.build_report import report_lines
 from data.corpus.tokenizer import open_tokenizer
-from data.foreign.importing import ImportSettings, import_corpus
-from data.text.settings import knob_lines, read_words
+from data.foreign.import_checks import ImportSettings
+from data.foreign.importing import import_corpus
+from data.text.settings import knob_lines, read_knobs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(
                 "IN= and OUT= must be given, OUT as a new folder (see docs/own-data.md)"
             )
-        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
-        settings = read_words(ImportSettings, words, "make corpus-import")
+        arguments = [*options.settings, *split_arguments("OVERRIDES", options.overrides)]
+        settings = read_knobs(ImportSettings, arguments, "make corpus-import")
         name = options.tokenizer
         tokenizer = open_tokenizer(name, settings.eod) if name else None
         manifest = import_corpus(

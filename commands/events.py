@@ -1,4 +1,4 @@
-"""`make events`: what happened in a run, one line each, the newest last.
+"""`make events`: the events of a run, one line each, the newest last.
 
 Times are UTC, as in the file. Imports no torch.
 """
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def show(folder: Path, wanted: str, is_followed: bool) -> int:
-    """Print what happened. Raises UserError for a kind that the run does not have."""
+    """Print the events. Raises UserError for a kind that the run does not have."""
     path = folder / EVENTS
     seen = path.stat().st_size if path.exists() else 0
     events = read_events(folder)
@@ -52,15 +52,15 @@ def show(folder: Path, wanted: str, is_followed: bool) -> int:
 
 
 def chosen(events: Iterable[Mapping[str, Any]], kinds: set[str]) -> list[str]:
-    """Lines of the events of these kinds; of all where none is named."""
+    """Lines of the events of these kinds, or of all events where `kinds` is empty."""
     return [line_of(event) for event in events if not kinds or event["kind"] in kinds]
 
 
 def follow(folder: Path, kinds: set[str], seen: int) -> None:
-    """Print what is added after `seen` bytes, as long as the run lives, or has a launcher."""
+    """Print what is added after `seen` bytes, while the run is alive or has a launcher."""
     path = folder / EVENTS
     while True:
-        attempts = is_living(folder) or launcher(folder) is not None
+        may_go_on = is_living(folder) or launcher(folder) is not None
         with open(path, "rb") as file:
             file.seek(seen)
             *whole, _torn = file.read().split(b"\n")
@@ -68,7 +68,7 @@ def follow(folder: Path, kinds: set[str], seen: int) -> None:
         for text in chosen((event for event in added if isinstance(event, dict)), kinds):
             print(text, flush=True)
         seen += sum(len(line) + 1 for line in whole)
-        if not attempts and not whole:
+        if not may_go_on and not whole:
             return
         time.sleep(LOOK_S)
 

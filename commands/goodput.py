@@ -1,4 +1,4 @@
-"""`make goodput`: where every second of a run went, and the best checkpoint.interval for it.
+"""`make goodput`: useful and lost seconds of a run, and the best checkpoint.interval for it.
 
 Imports no torch.
 """
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
 
 def show(folder: Path, mtbf: str) -> int:
-    """Print where the time went. Raises UserError."""
+    """Print the account of the run's time. Raises UserError where no attempt is on record."""
     mtbf_s = hours("MTBF", mtbf) if mtbf else None
     attempts = goodput.read_attempts(folder)
     if not attempts:
@@ -47,7 +47,7 @@ def show(folder: Path, mtbf: str) -> int:
 
 
 def hours(variable: str, text: str) -> float:
-    """Hours, or a number with s, min, h or d, in seconds. Raises UserError."""
+    """Seconds of a text: a number of hours, or a number with s, min, h or d. Raises UserError."""
     sizes = {"s": 1, "min": 60, "h": 3600, "d": 86400}
     unit = next((unit for unit in ("min", "s", "h", "d") if text.endswith(unit)), "")
     try:

@@ -1,5 +1,6 @@
-"""`make history`: the lineage of a run as a tree: segments, where each parts from the one before,
-what was left out and changed, branches.
+"""`make history`: prints the lineage of a run as a tree.
+
+It shows the segments, the step where each one begins, what was left out or changed, and branches.
 
     tiny: 2 segments, now in segment 1
     segment 0            steps 1 to 105; steps 81 to 105 abandoned
@@ -7,7 +8,7 @@ what was left out and changed, branches.
         left out         data steps 85 to 89 from step 81 on: loss spike (operator, ...)
         branch tiny-b    at step 120
 
-The one rule: it prints what history.jsonl and the ledger say and decides nothing. Units: steps.
+It prints what history.jsonl and the ledger contain, and decides nothing. Units: steps.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def tree(folder: Path) -> list[str]:
-    """The lines for a person. Raises UserError where the run has no history."""
+    """Return the lines to print. Raises UserError where the run has no history."""
     lines = read(folder)
     opened = segments(lines)
     if not opened:
@@ -56,7 +57,7 @@ def tree(folder: Path) -> list[str]:
 
 
 def reached_steps(folder: Path) -> dict[int, tuple[int, int]]:
-    """First and last step that the ledger has of each segment."""
+    """Return the first and last step that the ledger has of each segment."""
     found: dict[int, tuple[int, int]] = {}
     if (folder / "ledger" / STEPS_FILE).is_file():
         for line in read_ledger(folder / "ledger"):
@@ -66,14 +67,16 @@ def reached_steps(folder: Path) -> dict[int, tuple[int, int]]:
 
 
 def grown(folder: Path, lines: Sequence[Line], number: int, reached: dict, depth: int) -> list[str]:
-    """A segment, what happened in it, and the segments that part from it, deeper."""
+    """Return the lines of a segment, of its events, and of the segments that begin in it,
+    indented.
+    """
     opened = segments(lines)
     line, pad = opened[number], " " * (INDENT * depth)
     inner = pad + " " * INDENT
     rows = [f"{pad}segment {number}{origin(line)}: {extent(lines, number, reached)}{reason(line)}"]
     for skip in line.get("skips", ()):
-        is_told = skip.get("since") == line.get("since")  # its reason is the segment's
-        rows.append(f"{inner}left out: {described(skip, not is_told)}")
+        is_same = skip.get("since") == line.get("since")  # the segment's line has its reason
+        rows.append(f"{inner}left out: {described(skip, not is_same)}")
     events = [*changes(lines, number), *branches(folder, lines, number)]
     rows += [f"{inner}{text}" for _, text in sorted(events)]
     for child in opened:
@@ -83,7 +86,7 @@ def grown(folder: Path, lines: Sequence[Line], number: int, reached: dict, depth
 
 
 def origin(line: Line) -> str:
-    """Where a segment begins."""
+    """Describe where a segment begins."""
     if line["parent"] is None:
         return f" (weights from {line['init_from']})" if line.get("init_from") else ""
     run = f" of run {line['parent']['run']}" if "run" in line["parent"] else ""
@@ -91,7 +94,7 @@ def origin(line: Line) -> str:
 
 
 def extent(lines: Sequence[Line], number: int, reached: dict) -> str:
-    """The steps that a segment has on record, and which of them belong to the run no more."""
+    """Describe the steps that a segment has on record, and which of them are abandoned."""
     if number not in reached:
         return "no step on record here"
     first, last = reached[number]
@@ -104,7 +107,7 @@ def extent(lines: Sequence[Line], number: int, reached: dict) -> str:
 
 
 def changes(lines: Sequence[Line], number: int) -> list[tuple[int, str]]:
-    """Deliberate changes in a segment, by the step from which they hold."""
+    """List (first step, text) of deliberate changes in a segment."""
     return [
         (
             line["first_step"],
@@ -117,7 +120,7 @@ def changes(lines: Sequence[Line], number: int) -> list[tuple[int, str]]:
 
 
 def branches(folder: Path, lines: Sequence[Line], number: int) -> list[tuple[int, str]]:
-    """Runs that went on from a step of a segment, each once."""
+    """List (step, text) of runs that went on from a step of a segment, each once."""
     found = {}
     for line in lines:
         if line["kind"] == "branch" and line["segment"] == number:

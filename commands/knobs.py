@@ -1,8 +1,9 @@
-"""`make knobs`: every knob of a recipe and every key of the DeepSpeed JSON, from their own lists.
+"""`make knobs`: lists every knob of a recipe and every key of the DeepSpeed JSON.
 
     python -m commands.knobs --find lr
 
-Prints name, type, default, legal values and meaning of those whose name or meaning has the text.
+Prints name, type, default, legal values and meaning of the knobs whose name or meaning contains
+the text. The list is read from the schema and the key table themselves.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from runtime.ds_config.keys import KEYS, OWNED
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of `python -m commands.knobs`; exit status."""
+    """Run the command; returns the exit status."""
     parser = Parser(prog="make knobs", description=__doc__)
     parser.add_argument("--find", default="", help="text in the name or the meaning")
     wanted = parser.parse_args(arguments).find.lower()
     rows = [row for row in all_rows() if wanted in row[0].lower() or wanted in row[-1].lower()]
     if not rows:
-        problem = f"FIND={wanted}: no knob has it in its name or meaning; make knobs lists all"
+        problem = f"FIND={wanted}: no knob has this in its name or meaning; make knobs lists all"
         return refuse(UserError(problem))
     print(table([["knob", "type", "default", "legal", "meaning"], *rows], indent=""))
     return 0
 
 
 def all_rows() -> list[list[str]]:
-    """[name, type, default, legal values, meaning and unit] of each knob, groups first."""
+    """Rows [name, type, default, legal values, meaning with unit], config groups first."""
     rows = [
         [
             group,
@@ -82,7 +83,7 @@ def _legal(data) -> str:
 
 
 def _bound(number: float) -> str:
-    """Powers of two above a million as such: nobody knows 1099511627776, or 1.09951e+12."""
+    """Text of a bound. Powers of two above a million stay powers: 2^40, not 1.09951e+12."""
     power = round(math.log2(number)) if number > 1e6 else 0
     for less in (0, 1):
         if power and number == 2**power - less:

@@ -1,4 +1,4 @@
-"""`make profile`: some steps of a run again, under torch's profiler, and where their time goes.
+"""`make profile`: trains some steps of a run again under torch's profiler and reports their time.
 
     python -m commands.profile --run RUN [--steps 10:15] [--nproc N] [-- overrides]
 
@@ -6,11 +6,12 @@
       -> runs/RUN-profile/profile/: rank-*.trace.json.gz (Perfetto), report.md
       -> TensorBoard's text tab
 
-One rule: RUN itself is not touched. The new run has RUN's recipe and ranks, leaves out what RUN's
-rewinds do, so that its batches are the same, and starts from step 1, so it takes as long as the
-steps before those that are asked for; it saves and evaluates nothing.
+Rule: RUN itself is not changed. The new run has RUN's recipe and number of ranks and leaves out the
+data that RUN's rewinds left out, so that its batches are the same. It starts from step 1, so it
+also trains all steps before those that are profiled; it saves and evaluates nothing.
 
-Units: milliseconds per step of rank 0. The profiler slows small operators most: shares count.
+Units: milliseconds per step of rank 0. The profiler slows small operators most, so that shares mean
+more than times.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
+from base.paths import ROOT
 from base.table import table
 from base.values import read_ranks, read_steps
-from compare.folder import ROOT, RUNS
+from compare.folder import RUNS
 from compare.report import pipes
 from recipes.compose import compose
 from record.records import read_metrics
@@ -39,7 +41,7 @@ from runtime.log.event_files import EventFiles
 FOLDER, OPERATORS = "profile", "operators.json"  # runtime.monitor.profiling's, which needs torch
 FAILED = 1
 SHOWN = 20  # operators
-# What an operator or kernel is for, by its name; the first match wins.
+# Purpose of an operator or kernel, by its name; the first pattern that matches is used.
 KINDS = (
     ("waiting, and Python between operators", r"^(phase|step) "),
     ("communication", r"nccl|gloo|c10d|AllGather|AllReduce|ReduceScatter"),
@@ -53,24 +55,26 @@ REST = "everything else (element by element, norms, views)"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry of the command above; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = Parser(prog="make profile", description=__doc__)
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
     parser.add_argument("--nproc", help="ranks; default: the run's")
-    add_words(parser, "*", "overrides")
+    add_overrides(parser, "*", "overrides")
     options = parser.parse_args(arguments)
     try:
-        options.words = words_of(options)
+        options.arguments = arguments_of(options)
         command, folder = prepare(options)
     except UserError as error:
         return refuse(error)
     except OSError as error:  # a folder that this user may not write, a full disk
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
+    # Train.
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     if status:
         return status
+    # Report.
     seen = read_profile(folder)
     lines = report(seen, options.run)
     (folder / FOLDER / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
-    """The command of the new run, and its folder. Raises UserError with every problem."""
+    """Return the command of the new run and its folder. Raises UserError with every problem."""
     source, folder = RUNS / options.run, RUNS / f"{options.run}-profile"
     problems = []
     if not (source / "recipe.yaml").is_file():
@@ -105,21 +109,21 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
     except UserError as error:
         problems += error.problems
     except (OSError, ValueError, KeyError):
-        problems.append(f"RUN={options.run}: {source}/layout.json is not readable; give NPROC=")
+        problems.append(f"RUN={options.run}: {source}/layout.json cannot be read; give NPROC=")
     if problems:
         raise UserError(*problems)
     skips = as_words(data_of(compose(str(source / "recipe.yaml"), ["resume=auto"]).recipe, source))
-    words = [
+    arguments = [
         f"recipe=runs/{options.run}/recipe.yaml", *skips, "eval_tokens=0", "eval_every=0",
         "checkpoint.interval=0", "checkpoint.at_end=false", f"stop_after={steps[-1]}",
-        f"log.profile={options.steps}", *options.words, f"run={folder.name}",
+        f"log.profile={options.steps}", *options.arguments, f"run={folder.name}",
     ]  # fmt: skip
     options = ["--with-parent", "--once", "--nproc", str(ranks)]
-    return [sys.executable, "-m", "commands.pretrain", *options, "--", *words], folder
+    return [sys.executable, "-m", "commands.pretrain", *options, "--", *arguments], folder
 
 
 def read_profile(folder: Path) -> dict[str, Any]:
-    """What was recorded: operators, and the metrics lines of their steps."""
+    """Read what the profiler recorded: operators, and the metrics lines of their steps."""
     seen = json.loads((folder / FOLDER / OPERATORS).read_text())
     first, end = seen["steps"]
     lines = [line for line in read_metrics(folder) if first <= line["step"] < end]
@@ -127,12 +131,12 @@ def read_profile(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> str:
-    """What an operator is for."""
+    """Purpose of an operator: one of KINDS, or REST."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), REST)
 
 
 def phase_rows(seen: dict[str, Any]) -> list[list[str]]:
-    """Parts of a step, from the run's own clock."""
+    """Rows of the table of the parts of a step, measured by the run's own clock."""
     rows = [["part of a step", "ms", "share"]]
     whole = statistics.median(line["step_s"] for line in seen["lines"])
     for name, title in (
@@ -148,13 +152,13 @@ def phase_rows(seen: dict[str, Any]) -> list[list[str]]:
 
 
 def column_of(seen: dict[str, Any]) -> str:
-    """The time that counts: the device's where one worked, else the CPU's."""
+    """Name of the time that is shown: the device's where a device worked, else the CPU's."""
     on_device = sum(each["self_device_s"] for each in seen["operators"])
     return "self_device_s" if on_device > 0 else "self_cpu_s"
 
 
 def kind_rows(seen: dict[str, Any]) -> list[list[str]]:
-    """What the time was spent on."""
+    """Rows of the table of time by kind of work."""
     column = column_of(seen)
     kinds: dict[str, float] = {}
     for each in seen["operators"]:
@@ -169,7 +173,7 @@ def kind_rows(seen: dict[str, Any]) -> list[list[str]]:
 
 
 def operator_rows(seen: dict[str, Any]) -> list[list[str]]:
-    """The operators that took most by themselves."""
+    """Rows of the table of the operators with the largest own time."""
     column = column_of(seen)
     named = [each for each in seen["operators"] if not re.match(KINDS[0][1], each["name"])]
     whole = sum(each[column] for each in seen["operators"])
@@ -188,14 +192,14 @@ def operator_rows(seen: dict[str, Any]) -> list[list[str]]:
 
 
 def report(seen: dict[str, Any], run: str) -> list[str]:
-    """The report as Markdown."""
+    """Lines of the report as Markdown."""
     first, end = seen["steps"]
     lines = [
         f"# Where the time of {run} goes",
         "",
-        f"Steps {first} to {end - 1} of a new run of its recipe, rank 0, per step. Measured under"
-        " the profiler, which slows small operators most: shares count, not times. Own time of an"
-        " operator, without those it calls, of all threads together.",
+        f"Steps {first} to {end - 1} of a new run of its recipe, rank 0, per step. The profiler"
+        " slows small operators most, so that shares mean more than times. The time of an operator"
+        " does not include the operators that it calls; all threads are added up.",
     ]
     for rows in (phase_rows(seen), kind_rows(seen), operator_rows(seen)):
         lines += ["", *pipes(rows)]
@@ -203,7 +207,7 @@ def report(seen: dict[str, Any], run: str) -> list[str]:
 
 
 def terminal(seen: dict[str, Any]) -> list[str]:
-    """The same for the terminal."""
+    """Lines of the report for the terminal."""
     first, end = seen["steps"]
     lines = ["", f"steps {first} to {end - 1}, rank 0, per step, under the profiler"]
     for rows in (phase_rows(seen), kind_rows(seen), operator_rows(seen)):

@@ -1,4 +1,4 @@
-"""`make recipes`: the recipes with size, length and axes, from the same arithmetic as the run.
+"""`make recipes`: lists the recipes with size, length and axes, computed as the run computes them.
 
 python -m commands.recipes
 """
@@ -19,7 +19,7 @@ HEAD = ["recipe", "parameters", "tokens", "steps", "tokens/step", "axes", "zero"
 
 
 def main() -> int:
-    """Entry of `python -m commands.recipes`; a broken recipe is listed with its first problem."""
+    """Print the table; a recipe that is refused is listed with its first problem."""
     sized = []
     for recipe_name in recipe_names():
         try:
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def row(recipe_name: str, recipe: Recipe) -> list[str]:
-    """One line of the table."""
+    """Row of one recipe."""
     parameters = num_parameters(recipe.model)
     schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, parameters)
@@ -54,7 +54,7 @@ def row(recipe_name: str, recipe: Recipe) -> list[str]:
 
 
 def command(recipe_name: str) -> str:
-    """The first comment of a recipe: the command that trains it."""
+    """Command that trains a recipe: the first comment of its file."""
     return locate(recipe_name).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 

@@ -1,14 +1,15 @@
-"""`make replay`: a suspicious step again, twice, from the same state and batch, compared by bits.
+"""`make replay`: trains a suspicious step again, twice, and compares the results by bits.
 
     python -m commands.replay RUN --step N [--nproc N]
 
     whole checkpoint before STEP (linked), or the start of the run where none was saved before it
     -> runs/RUN.replay-STEP.1, .2: the steps up to STEP, trained again with the recorded recipe and
-    ranks -> losses and norms against metrics.jsonl
+    ranks -> losses and norms compared with metrics.jsonl
 
-The one rule: RUN itself is only read (one event is added to it). Equal bits twice, and equal to the
-record, say that neither chance nor hardware made the step what it was; two replays that differ, or
-that agree against a record made under the same conditions, make the hardware suspect.
+Rule: RUN itself is only read; one event is added to its record. If both replays equal the record to
+the bit, state and batch explain the step, and neither chance nor hardware does. If the replays
+differ from each other, or agree with each other but not with a record made under the same
+conditions, the hardware is suspect.
 
 Exit status: 0 reproducible, or no more different than another layout may be; 1 suspect.
 """
@@ -43,10 +44,10 @@ from record.records import METRICS, read_events, read_metrics, record_event
 
 RUNS = ROOT / "runs"
 TRIES = (1, 2)
-# What another order of the same sums may change: losses 1e-6, norms 1e-5, relative, in fp32.
+# Relative difference that another order of the same sums can make in fp32: losses 1e-6, norms 1e-5.
 ROUNDING = 1e-5
-# A replay changes nothing outside its folder and tells nobody; the policy skips as it did, but
-# neither takes the run back nor stops it before STEP.
+# A replay changes nothing outside its folder and sends no alerts. The health policy skips steps as
+# it did, but neither rewinds the run nor stops it before STEP.
 QUIET = {
     "eval_every": 0, "eval_tokens": 0, "stop_after": None, "resume": "auto", "allow": [],
     "init_from": None,
@@ -58,13 +59,13 @@ QUIET_GROUPS = {
     "alerts": {"command": []},
     "restart": {"attempts": 0},
 }
-# Facts of a machine and its software that may change the last bits.
+# Fields of environment.json on which the last bits of a result may depend.
 PLACE = ("python", "torch", "cuda", "packages", "machine", "processor", "cpu", "threads", "gpu")
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is compared of one step; a number that is not finite is None."""
+class ComparedStep:
+    """The compared values of one step; a number that is not finite is None."""
 
     step: int
     loss: float | None
@@ -90,29 +91,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nproc", default="", help="ranks; default: the recorded number")
     options = parser.parse_args(arguments)
     try:
-        order = Order(options)
-        tries = [replayed(order, number) for number in TRIES]
+        request = ReplayRequest(options)
+        tries = [replayed(request, number) for number in TRIES]
     except UserError as error:
         return refuse(error)
     except OSError as error:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     seen, places = [steps for steps, _ in tries], [place for _, place in tries]
-    found = conclude(order.recorded, *seen, order.is_same_layout and places[0] == order.place)
-    print(shown(order, seen))
+    found = conclude(request.recorded, *seen, request.is_same_layout and places[0] == request.place)
+    print(shown(request, seen))
     print(f"{found.kind}: {found.text}")
-    attempts = [event["attempt"] for event in read_events(order.folder)]
+    attempts = [event["attempt"] for event in read_events(request.folder)]
     record_event(
-        order.folder, "replayed", attempt=max(attempts, default=1), step=order.step,
+        request.folder, "replayed", attempt=max(attempts, default=1), step=request.step,
         conclusion=found.kind, text=found.text,
     )  # fmt: skip
     for number in TRIES:
-        shutil.rmtree(order.folder_of(number))
+        shutil.rmtree(request.folder_of(number))
     return FINISHED if found.kind in ("reproducible", "differs-by-layout") else FAILED
 
 
-class Order:
-    """What is to be repeated, and all that is known of it. Raises UserError."""
+class ReplayRequest:
+    """The step to repeat, and all that the record knows of it. Raises UserError."""
 
     def __init__(self, options: argparse.Namespace):
         self.folder = RUNS / options.run
@@ -149,8 +150,10 @@ class Order:
             raise UserError(f"{taken[0]} is left from another replay; remove it")
 
     def checkpoint_before(self) -> tuple[int, Path | None]:
-        """The newest whole checkpoint from before the step; (0, None) = the start of the run, which
-        is all that there ever was before its first save. Raises UserError."""
+        """The newest whole checkpoint from before the step; (0, None) = the start of the run.
+
+        The start is chosen only where nothing was saved before the step. Raises UserError.
+        """
         found = committed(self.folder / "checkpoints", self.lineage)
         damaged = []
         for step, path in reversed([one for one in found if one[0] < self.step]):
@@ -170,8 +173,11 @@ class Order:
         )
 
     def start_of_step(self) -> tuple[dict[str, Any], bool]:
-        """The recorded conditions of the start that trained the step, and whether it trained all
-        the steps since the checkpoint. Raises UserError where they cannot be repeated in one go."""
+        """The recorded conditions of the start that trained the step.
+
+        Also returns whether this start trained all the steps since the checkpoint. Raises UserError
+        where the steps cannot be repeated in one go.
+        """
         began = [
             entry
             for entry in environment.read(self.folder)
@@ -197,18 +203,20 @@ class Order:
         return RUNS / f"{self.folder.name}.replay-{self.step}.{number}"
 
 
-def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
-    """Train the steps again; what they gave, and where. Raises UserError where they did not run."""
-    folder = order.folder_of(number)
-    prepare(order, folder)
-    print(
-        f"try {number}: steps {order.before + 1} to {order.step} on {counted(order.nproc, 'rank')}",
-        flush=True,
-    )
+def replayed(request: ReplayRequest, number: int) -> tuple[list[ComparedStep], dict[str, Any]]:
+    """Train the steps again; returns their results, and machine and software of the replay.
+
+    Raises UserError where the replay did not reach the step.
+    """
+    folder = request.folder_of(number)
+    prepare(request, folder)
+    steps = f"steps {request.before + 1} to {request.step}"
+    print(f"try {number}: {steps} on {counted(request.nproc, 'rank')}", flush=True)
     command = [
         sys.executable, "-m", "commands.pretrain", "--with-parent",
-        "--nproc", str(order.nproc), "--",
-        f"recipe=runs/{folder.name}/recipe.yaml", f"run={folder.name}", f"stop_after={order.step}",
+        "--nproc", str(request.nproc), "--",
+        f"recipe=runs/{folder.name}/recipe.yaml", f"run={folder.name}",
+        f"stop_after={request.step}",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -221,37 +229,39 @@ def replayed(order: Order, number: int) -> tuple[list[Step], dict[str, Any]]:
             f" {' '.join(done.stdout.splitlines()[-3:])}"
         )
     steps = compared(metrics, read_ledger(folder / "ledger"))
-    if [one.step for one in steps] != [one.step for one in order.recorded]:
+    if [one.step for one in steps] != [one.step for one in request.recorded]:
         raise UserError(
-            f"the replay in {folder} did not reach step {order.step}: {done.stdout[-500:]}"
+            f"the replay in {folder} did not reach step {request.step}: {done.stdout[-500:]}"
         )
     return steps, place(environment.read(folder)[-1])
 
 
-def prepare(order: Order, folder: Path) -> None:
-    """A run that stands at the checkpoint, in the segment of the step; files are linked."""
-    recipe = order.recipe | QUIET | {"run": folder.name}
+def prepare(request: ReplayRequest, folder: Path) -> None:
+    """Make a run that stands at the checkpoint, in the segment of the step; files are linked."""
+    recipe = request.recipe | QUIET | {"run": folder.name}
     recipe |= {group: recipe[group] | values for group, values in QUIET_GROUPS.items()}
     folder.mkdir(parents=True)
-    if order.checkpoint is None:
-        recipe["init_from"] = order.recipe["init_from"]
+    if request.checkpoint is None:
+        recipe["init_from"] = request.recipe["init_from"]
     else:
-        checkpoint = folder / "checkpoints" / order.checkpoint.name
+        checkpoint = folder / "checkpoints" / request.checkpoint.name
         checkpoint.mkdir(parents=True)
-        for path in order.checkpoint.iterdir():
+        for path in request.checkpoint.iterdir():
             os.link(path, checkpoint / path.name)
     (folder / "recipe.yaml").write_text(recipe_yaml(to_recipe(recipe, {}, [])[0]), "utf-8")
-    for line in order.lines:
-        if line.get("kind") == "segment" and line["segment"] > order.holder:
+    for line in request.lines:
+        if line.get("kind") == "segment" and line["segment"] > request.holder:
             break
         history.append(folder, line)
 
 
-def compared(metrics: Sequence[dict[str, Any]], ledger: Iterable[dict[str, Any]]) -> list[Step]:
-    """What is compared of each step, from lines of metrics.jsonl and of the ledger."""
+def compared(
+    metrics: Sequence[dict[str, Any]], ledger: Iterable[dict[str, Any]]
+) -> list[ComparedStep]:
+    """The compared values of each step, from lines of metrics.jsonl and of the ledger."""
     batches = {line["step"]: line["batch_hash"] for line in ledger}
     return [
-        Step(
+        ComparedStep(
             line["step"], line["loss"], line["grad_norm"], line["skipped"],
             batches.get(line["step"]),
         )
@@ -260,7 +270,7 @@ def compared(metrics: Sequence[dict[str, Any]], ledger: Iterable[dict[str, Any]]
 
 
 def place(began: dict[str, Any]) -> dict[str, Any]:
-    """The machine and software of a start, as far as they may change bits."""
+    """Machine and software of a start, as far as results may depend on them."""
     return {name: began.get(name) for name in PLACE}
 
 
@@ -270,15 +280,21 @@ def world_of(began: dict[str, Any]) -> int:
 
 
 def conclude(
-    recorded: Sequence[Step], first: Sequence[Step], second: Sequence[Step], is_same_place: bool
+    recorded: Sequence[ComparedStep],
+    first: Sequence[ComparedStep],
+    second: Sequence[ComparedStep],
+    is_same_place: bool,
 ) -> Conclusion:
-    """What two replays say of a record made on the same machine and layout, or not. Pure."""
+    """The conclusion from two replays and the record. Pure.
+
+    `is_same_place` = the record was made with the same layout, machine and software.
+    """
     parted = first_difference(first, second)
     if parted is not None:
         return Conclusion(
             "hardware-suspect",
-            f"two replays on this machine part at step {parted}: a rank computes wrongly, or a"
-            " kernel is not deterministic; try other nodes",
+            f"two replays on this machine differ from step {parted} on: a rank computes wrongly, or"
+            " a kernel is not deterministic; try other nodes",
         )
     wrong = [a.step for a, b in zip(recorded, first, strict=True) if a.batch not in (None, b.batch)]
     if wrong:
@@ -291,34 +307,34 @@ def conclude(
     if parted is None:
         return Conclusion(
             "reproducible",
-            "state and batch give the recorded bits, twice: the cause is in them, not in the"
-            " hardware",
+            "state and batch give the recorded bits twice: they are the cause, not the hardware",
         )
     if is_same_place:
         return Conclusion(
             "hardware-suspect",
-            f"two replays agree, and part from the record at step {parted}, which was made with the"
-            " same layout and software: the hardware that made the record is suspect",
+            f"two replays agree with each other, but not with the record at step {parted}, which"
+            " was made with the same layout and software: the hardware that made the record is"
+            " suspect",
         )
     worst = max(distance(a, b) for a, b in zip(recorded, first, strict=True))
     within = "within what" if worst <= ROUNDING else "more than"
     return Conclusion(
         "differs-by-layout",
-        f"two replays agree; from the record, made with another layout or machine, they part at"
-        f" step {parted} by up to {worst:.1e}, {within} another order of sums may change in fp32"
-        f" ({ROUNDING:g})",
+        f"two replays agree with each other; the record was made with another layout or machine and"
+        f" differs from step {parted} on by up to {worst:.1e}, {within} another order of sums can"
+        f" change in fp32 ({ROUNDING:g})",
     )
 
 
-def first_difference(one: Sequence[Step], other: Sequence[Step]) -> int | None:
-    """The first step that is not the same to the bit; batches aside."""
+def first_difference(one: Sequence[ComparedStep], other: Sequence[ComparedStep]) -> int | None:
+    """The first step with other bits in loss or norm, or another skip; None where all are equal."""
     for a, b in zip(one, other, strict=True):
         if (a.loss, a.grad_norm, a.skipped) != (b.loss, b.grad_norm, b.skipped):
             return a.step
     return None
 
 
-def distance(one: Step, other: Step) -> float:
+def distance(one: ComparedStep, other: ComparedStep) -> float:
     """The larger relative difference of loss and norm; infinite where one is not finite."""
     pairs = [(one.loss, other.loss), (one.grad_norm, other.grad_norm)]
     found = [0.0]
@@ -330,10 +346,10 @@ def distance(one: Step, other: Step) -> float:
     return max(found)
 
 
-def shown(order: Order, tries: Sequence[Sequence[Step]]) -> str:
-    """The step itself, for a person: what was recorded and what came out."""
+def shown(request: ReplayRequest, tries: Sequence[Sequence[ComparedStep]]) -> str:
+    """A table of the step: the record and both replays."""
     rows = [["", "loss", "grad norm", "batch"]]
-    for name, steps in zip(("recorded", "try 1", "try 2"), (order.recorded, *tries), strict=True):
+    for name, steps in zip(("recorded", "try 1", "try 2"), (request.recorded, *tries), strict=True):
         last = steps[-1]
         numbers = ["not finite" if n is None else repr(n) for n in (last.loss, last.grad_norm)]
         rows.append([name, *numbers, last.batch or "not recorded"])

@@ -1,12 +1,13 @@
-"""`make rewind`: take a run back to one of its checkpoints, and leave out data steps from there on.
+"""`make rewind`: takes a run back to one of its checkpoints, and leaves out data steps from there
+on.
 
     make rewind RUN=tiny STEP=80 SKIP="85:90 120:125" WHY="loss spike"
-    make rewind RUN=tiny STEP=100 SEGMENT=0          turn back once more, to what was abandoned
+    make rewind RUN=tiny STEP=100 SEGMENT=0          go back to an abandoned checkpoint
 
-SKIP names data steps, the end not included. EFFECT=advance (the default) goes on with the next
-batch, EFFECT=no_update counts the step without training. The one rule: it says everything that is
-wrong at once and then changes nothing, or it appends one line to history.jsonl. The next start of
-the run goes on from there; nothing is removed.
+SKIP gives data steps, without the end of each range. EFFECT=advance (the default) goes on with the
+next batch; EFFECT=no_update counts the step without training. Rule: it either reports all problems
+at once and changes nothing, or it appends one line to history.jsonl. The next start of the run goes
+on from there. Nothing is removed.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ def main(arguments: list[str]) -> int:
         refuse_busy(folder)
         lock = hold(folder)
         try:
-            refuse_held(folder, lock.inode)  # it may go on on another host
+            refuse_held(folder, lock.inode)  # another host may be training the run
             line = rewind(folder, options)
         finally:
             lock.close()
     except UserError as error:
         return refuse(error)
-    print("\n".join(told(folder, line)))
+    print("\n".join(summary(folder, line)))
     return FINISHED
 
 
 def rewind(folder: Path, options: argparse.Namespace) -> Line:
-    """Check every word, then do it. Raises UserError with all problems."""
+    """Check all arguments, then append the line. Raises UserError with all problems."""
     problems: list[str] = []
     step = attempt(problems, lambda: count_of("STEP", options.step))
     segment = None
@@ -79,7 +80,7 @@ def rewind(folder: Path, options: argparse.Namespace) -> Line:
 
 
 def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
-    """`85:90 120:125` (blanks or commas between) as ranges."""
+    """Parse `85:90 120:125` (separated by blanks or commas) as ranges."""
     ranges = []
     for word in re.split(r"[\s,]+", text.strip()):
         found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", word, re.ASCII)
@@ -91,7 +92,7 @@ def read_ranges(text: str, problems: list[str]) -> list[history.Range]:
 
 
 def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
-    """Ranges that the run never comes to."""
+    """Return a problem for each range that the run never reaches."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
     schedule = schedule_of(recipe)
     steps = length_in_steps(recipe, schedule, num_parameters(recipe.model))
@@ -106,13 +107,15 @@ def beyond_the_end(folder: Path, ranges: list[history.Range]) -> list[str]:
 
 
 def damage(folder: Path, step: int, segment: int | None) -> list[str]:
-    """What is wrong with the checkpoint of `step`, every byte read; none where there is none."""
+    """Read every byte of the checkpoint of `step` and return its problems; none where there is no
+    such checkpoint.
+    """
     found = dict(committed(folder / "checkpoints", lineage(read(folder), segment)))
     return verify(found[step], "full") if step in found else []
 
 
-def told(folder: Path, line: Line) -> list[str]:
-    """What has happened and what comes next, for a person."""
+def summary(folder: Path, line: Line) -> list[str]:
+    """Describe what was done and what comes next, for a person."""
     lines = read(folder)
     left = lineage(lines, line["segment"] - 1)
     return [
@@ -120,8 +123,8 @@ def told(folder: Path, line: Line) -> list[str]:
         f" segment {line['parent']['segment']}; segment {line['segment']} begins with step"
         f" {line['first_step']}",
         *history.describe(lines)[1:],
-        "nothing was removed: the abandoned steps stay on record, their checkpoints until the run"
-        " has come as far again",
+        "nothing was removed: the abandoned steps stay on record, and their checkpoints stay until"
+        " the run has reached the same step again",
         f"go on with: make pretrain RECIPE=runs/{folder.name}/recipe.yaml, or the command that"
         " started it",
     ]

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import scaled, table
+from base.units import GIB
 from base.values import counted, read_ranks
 from data.stream.schedule import Schedule, schedule_of
 from data.stream.sources import drawn
@@ -32,18 +33,16 @@ from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
 from runtime.resolve import Resolved, resolve
 
-GIB = 2**30
-
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.show`; returns the exit status."""
     parser = Parser(prog="make show", description=__doc__)
     parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        recipe_name, *overrides = words_of(options)
+        recipe_name, *overrides = arguments_of(options)
         world = None if options.world is None else read_ranks("WORLD", options.world)
         shown = collect(recipe_name, overrides, world)
     except UserError as error:

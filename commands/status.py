@@ -1,7 +1,7 @@
-"""`make status`: what a run is doing now, or how it ended and what comes next.
+"""`make status`: what a run is doing now, or how it ended and which command goes on with it.
 
-The one rule: nothing is guessed: whether it lives is asked of its lock, what it does was said by
-its first rank, all numbers are those of its record. Imports no torch. Units: seconds.
+Rule: nothing is guessed. The run's lock says whether it is alive, the heartbeat of rank 0 says what
+it does, and all numbers come from its record. Imports no torch. Units: seconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from base.units import duration
 from base.values import counted
 from checkpoint.format.manifest import NAME, committed
 from checkpoint.lineage import run_folder
-from record.attempts import ENDINGS, unix_s
+from record.attempts import ENDINGS, FAILURES, is_end, unix_s
 from record.event_lines import line_of
-from record.goodput import FAILURES, is_end
 from record.presence import is_living, launcher, shown
 from record.records import METRICS, METRICS_HAVE, last_lines, notes, read_events
 from record.requests import read_request
 from runtime.log.console import number
 
-RECENT = 20  # steps that a speed is taken of
+RECENT = 20  # newest steps from which the speed is computed
 ROUTINE = (
     "began", "attempt", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
     "interrupted", "interval", "gave_up",
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def show(folder: Path) -> int:
-    """Print what the run does; returns the exit status."""
+    """Print the status of a run; returns the exit status."""
     print("\n".join([*describe(state_of(folder)), *notes(folder)]))
     return FINISHED
 
@@ -58,17 +57,17 @@ class State:
 
     folder: Path
     is_running: bool
-    seen: Mapping[str, Any]  # what rank 0 showed last
+    seen: Mapping[str, Any]  # the last heartbeat of rank 0
     events: Sequence[Mapping[str, Any]]
     lines: Sequence[Mapping[str, Any]]
     line_s: float | None  # time of the newest line
     saved: tuple[int, float] | None  # newest checkpoint: step, time
     now_s: float
-    launcher: str | None = None  # who starts it again
+    launcher: str | None = None  # the process that starts it again
 
 
 def state_of(folder: Path) -> State:
-    """Read a run folder."""
+    """Read the state of a run from its folder."""
     metrics = folder / METRICS
     saved = committed(folder / "checkpoints")
     newest = (saved[-1][0], (saved[-1][1] / NAME).stat().st_mtime) if saved else None
@@ -86,12 +85,12 @@ def state_of(folder: Path) -> State:
 
 
 def describe(state: State) -> list[str]:
-    """The lines for a person."""
+    """The status as lines of text."""
     return [*(living(state) if state.is_running else ended(state)), *record(state), *alarms(state)]
 
 
 def living(state: State) -> list[str]:
-    """What a run that lives is doing."""
+    """Lines about a run that is alive."""
     seen, attempts = state.seen, number_of_attempts(state)
     doing = "ranks are starting"
     if seen:
@@ -108,7 +107,7 @@ def living(state: State) -> list[str]:
 
 
 def ended(state: State) -> list[str]:
-    """How a run that does not live ended, and the next command."""
+    """Lines about a run that is not alive: how it ended, and the next command."""
     name, ends = state.folder.name, [event for event in state.events if is_end(event)]
     if not state.events:
         return [f"{name} does not run and has no record of an attempt", *next_command(state)]
@@ -117,10 +116,10 @@ def ended(state: State) -> list[str]:
     if state.events[-1]["kind"] in ENDINGS:
         last = state.events[-1]
         how = line_of(last)
-    # Without a last word the newest sign of life counts.
+    # Where no event records the end, the newest sign of life counts.
     signs = [unix_s(state.events[-1]), state.line_s or 0.0, state.seen.get("unix_s", 0.0)]
     ago = duration(max(0.0, state.now_s - (unix_s(last) if how else max(signs))))
-    how = how or "its last attempt left no word"
+    how = how or "its last attempt left no event about its end"
     lines = [f"{name} does not run; it ended {ago} ago", f"  {how}"]
     reasons = [event for event in state.events if event.get("reason") and not is_end(event)]
     if reasons and reasons[-1]["attempt"] == last["attempt"]:
@@ -134,7 +133,7 @@ def is_open(state: State) -> bool:
 
 
 def next_command(state: State) -> list[str]:
-    """What goes on with a run that does not live."""
+    """The next command for a run that is not alive."""
     name = state.folder.name
     if state.launcher:
         return [f"  next: nothing to do: its launcher ({state.launcher}) starts it"]
@@ -146,21 +145,21 @@ def next_command(state: State) -> list[str]:
         return [f"  next: nothing is left to train; make sample RUN={name}, make export RUN={name}"]
     what = "the same command again"
     if "gave_up" in kinds[-2:]:
-        what = f"mend what the reason names (docs/troubleshooting.md); then {what}"
+        what = f"repair what the reason names (docs/troubleshooting.md); then {what}"
     recipe = recipe_of(state.folder)
     folder = state.folder
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     words = f"make pretrain RECIPE={folder}/recipe.yaml"
     world = world_of(state.folder)
     words += f" NPROC={world}" if world and world > 1 else ""
-    # The recipe as it is would set this very folder aside.
+    # The recipe alone, with resume=fresh in it, would move this folder aside.
     words += " OVERRIDES=resume=auto" if re.search(r"^resume: fresh$", recipe, re.M) else ""
     where = f"step {state.saved[0]}" if state.saved else "the start: nothing was saved"
     return [f"  next: {what} goes on from {where}; on this host: {words}"]
 
 
 def record(state: State) -> list[str]:
-    """The newest numbers."""
+    """The newest numbers of the record."""
     lines = []
     if state.lines:
         last = state.lines[-1]
@@ -192,7 +191,7 @@ def record(state: State) -> list[str]:
 
 
 def alarms(state: State) -> list[str]:
-    """The newest events that are no routine, without what is for the record only."""
+    """The newest events that are no routine, without those that are only for the record."""
     odd = [e for e in state.events if e["kind"] not in ROUTINE and not e.get("is_quiet")]
     if not odd:
         return ["  alarms: none"]
@@ -203,29 +202,29 @@ def alarms(state: State) -> list[str]:
 
 
 def number_of_attempts(state: State) -> int:
-    """Attempts so far, with the one that goes on."""
+    """Number of attempts so far, with the one that goes on."""
     return max((event["attempt"] for event in state.events), default=0)
 
 
 def of_steps(state: State) -> str:
-    """` of 200`, where the recipe says how many."""
+    """` of 200`, where the recipe gives the number of steps."""
     total = total_steps(state.folder)
     return f" of {total}" if total else ""
 
 
 def total_steps(folder: Path) -> int | None:
-    """Steps of the run as its recipe counts them; None where it counts tokens."""
+    """Number of steps in the run's recipe; None where the recipe counts tokens."""
     found = re.search(r"^steps: (\d+)$", recipe_of(folder), re.M)
     return int(found[1]) if found else None
 
 
 def recipe_of(folder: Path) -> str:
-    """The recipe's text, whatever became of it."""
+    """The text of the run's recipe, read without a parser, because it may be damaged."""
     return (folder / "recipe.yaml").read_text(errors="replace")
 
 
 def world_of(folder: Path) -> int | None:
-    """Ranks of the newest attempt."""
+    """Number of ranks of the newest attempt; None where it is not known."""
     try:
         return len(json.loads((folder / "layout.json").read_text())["places"])
     except (OSError, ValueError, KeyError, TypeError):

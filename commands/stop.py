@@ -1,7 +1,7 @@
-"""`make stop`: asks a run to save and end, and waits until it has.
+"""`make stop`: asks a run to save and end, and waits until it has ended.
 
-The one rule: it asks, and kills nothing: the run ends itself after a step, all ranks alike, and its
-launcher does not start it again. Imports no torch.
+Rule: it kills nothing. The run ends itself after a step, on all ranks alike, and its launcher does
+not start it again. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from pathlib import Path
 from base.command_line import Parser, carry_out
 from base.exits import FAILED, FINISHED
 from checkpoint.lineage import run_folder
-from record.attempts import unix_s
+from record.attempts import FAILURES, is_end, unix_s
 from record.event_lines import line_of
-from record.goodput import FAILURES, is_end
 from record.presence import is_living, launcher, shown
 from record.records import read_events
-from record.requests import BETWEEN_LIVES, ask, read_request
+from record.requests import BETWEEN_ATTEMPTS, ask, read_request
 
 LOOK_S = 0.5
-TELL_S = 30.0
-# A launcher may wait so long before it starts a run again.
+REPORT_S = 30.0
+# The longest time that a launcher waits before it starts a run again, with a margin.
 BETWEEN_S = 900.0
 
 
@@ -39,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def stop(folder: Path, now: bool) -> int:
-    """Ask, wait, tell; the exit status."""
+    """Ask the run to stop, wait, and report its end; returns the exit status."""
     if not is_living(folder) and launcher(folder) is None:
         return not_running(folder, now)
     began = time.time()
@@ -55,8 +54,8 @@ def stop(folder: Path, now: bool) -> int:
 
 
 def await_end(folder: Path, began: float) -> None:
-    """Until nobody runs it and its launcher has given it up."""
-    tell_at, was_attended = began + TELL_S, False
+    """Wait until no rank is alive and no launcher would start the run again."""
+    report_at, was_attended = began + REPORT_S, False
     while True:
         is_attended = launcher(folder) is not None
         was_attended |= is_attended
@@ -64,8 +63,8 @@ def await_end(folder: Path, began: float) -> None:
             is_over = was_attended or read_request(folder) is None
             if is_over or time.time() - began > BETWEEN_S:
                 return
-        if time.time() > tell_at:
-            tell_at += TELL_S
+        if time.time() > report_at:
+            report_at += REPORT_S
             seen = shown(folder)
             where = f"phase {seen.get('phase', '?')}, step {seen.get('step', '?')}"
             print(f"still in {where}", flush=True)
@@ -73,11 +72,11 @@ def await_end(folder: Path, began: float) -> None:
 
 
 def outcome(folder: Path, began: float) -> int:
-    """Tell how a run that was asked has ended; 0 where it did what was asked, or had finished."""
+    """Print how the run ended; returns 0 where it stopped as asked, or had finished."""
     recent = [event for event in read_events(folder) if unix_s(event) >= began - 1]
     for event in reversed(recent):
         if event["kind"] in ("stopped", "finished"):
-            if event.get("reason") == BETWEEN_LIVES:
+            if event.get("reason") == BETWEEN_ATTEMPTS:
                 print("stopped between two attempts")
                 return FINISHED
             saved = event.get("is_saved")
@@ -85,13 +84,13 @@ def outcome(folder: Path, began: float) -> int:
             print(f"{event['kind']} after step {event.get('step', '?')}{how}")
             failed = [e for e in recent if e["kind"] == "save_failed"]
             return FAILED if failed and not saved else FINISHED
-    last = line_of(recent[-1]) if recent else "it left no word"
+    last = line_of(recent[-1]) if recent else "it left no event"
     print(f"ended otherwise: {last}", file=sys.stderr)
     return FAILED
 
 
 def not_running(folder: Path, now: bool) -> int:
-    """There are no ranks; a launcher may be about to start some."""
+    """Report a run without ranks; a launcher that waits to start it is asked not to."""
     ends = [event for event in read_events(folder) if is_end(event)]
     if not ends:
         print(f"{folder.name} does not run")
@@ -99,12 +98,12 @@ def not_running(folder: Path, now: bool) -> int:
     print(f"{folder.name} does not run: {line_of(ends[-1])}")
     if ends[-1]["cause"] in FAILURES and time.time() - ends[-1]["ended_unix_s"] < BETWEEN_S:
         ask(folder, now=now, who=who())
-        print("a launcher that waits to start it again will not")
+        print("if a launcher waits to start it again, it will not")
     return FINISHED
 
 
 def who() -> str:
-    """Who asks, for the record."""
+    """The user who asks, for the record: name@host."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a user without a name

@@ -1,4 +1,4 @@
-"""`make tensorboard`: TensorBoard on all runs, or on one run or comparison."""
+"""`make tensorboard`: starts TensorBoard on all runs, or on one run or comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from base.paths import ROOT
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `make tensorboard`; becomes TensorBoard, or returns the exit status of a refusal."""
+    """Replace this process by TensorBoard, or return the exit status of a refusal."""
     parser = Parser(prog="make tensorboard", description=__doc__)
     parser.add_argument("--run", default="", help="a run under runs/; without it all of them")
     parser.add_argument("--port", default="6006")
@@ -21,9 +21,9 @@ def main(arguments: list[str]) -> int:
         folder = folder / options.run / "tensorboard"
         if not folder.is_dir():
             shown = folder.relative_to(ROOT)
-            return refuse(UserError(f"RUN={options.run}: there is no {shown}"))
-    words = ["-m", "tensorboard.main", "--logdir", str(folder), "--port", options.port]
-    os.execv(sys.executable, [sys.executable, *words])
+            return refuse(UserError(f"RUN={options.run}: there is no folder {shown}"))
+    arguments = ["-m", "tensorboard.main", "--logdir", str(folder), "--port", options.port]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`make tokenizer IN= VOCAB= OUT=`: trains a byte-level BPE tokenizer."""
+"""`make tokenizer IN= VOCAB= OUT=`: train a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from base.command_line import Parser, refuse
 from base.errors import UserError
-from base.values import split_words
+from base.values import split_arguments
 from data.corpus.build import writing
 from data.text.settings import read_settings
 from data.text.train_tokenizer import train
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if os.path.lexists(out):
             raise UserError(f"OUT={out}: is there already; remove it, or name another folder")
-        words = [*options.settings, *split_words("OVERRIDES", options.overrides)]
-        settings = read_settings(words)
+        arguments = [*options.settings, *split_arguments("OVERRIDES", options.overrides)]
+        settings = read_settings(arguments)
         with writing(out):
             tokenizer = train(options.source, options.vocab, settings, log)
             tokenizer.save(out)

@@ -3,8 +3,9 @@
     make verify RUN=tiny            those of the current lineage, which a start could go on from
     make verify RUN=tiny ALL=1      also abandoned ones, and those that were set aside as damaged
 
-Its one rule: it changes nothing. Exit status 0 when all is whole, 1 when something is damaged (but
-for what was set aside, which is known to be), 93 when there is nothing to verify.
+Rule: it changes nothing. The exit status is 0 when all checkpoints are whole, 1 when one is damaged
+(those set aside do not count, because they are known to be damaged), 93 when there is nothing to
+verify.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pathlib import Path
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
+from base.units import MIB
 from checkpoint.format.manifest import all_committed, folder_with_checkpoints
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import ASIDE, DEPTHS, unnamed, verify
 
 
 def main(arguments: list[str]) -> int:
-    """Verify and say so, one line per checkpoint and problem; exit status."""
+    """Verify, and print one line per checkpoint and problem; returns the exit status."""
     parser = Parser(prog="make verify", description=__doc__)
     parser.add_argument("run", help="run folder, or its name under runs/")
-    parser.add_argument("--step", type=int, help="only this step; without it all")
-    parser.add_argument("--all", action="store_true", help="also abandoned ones, and set aside")
+    parser.add_argument("--step", type=int, help="only this step; default: all")
+    parser.add_argument("--all", action="store_true", help="also abandoned and set aside ones")
     parser.add_argument("--depth", choices=DEPTHS, default="full")
     options = parser.parse_args(arguments)
     try:
@@ -42,18 +44,19 @@ def main(arguments: list[str]) -> int:
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         seconds = time.perf_counter() - began
         verdict = "damaged" if problems else "whole"
-        print(f"{name}: {verdict}; {size / 2**20:.1f} MiB, depth {options.depth}, {seconds:.2f} s")
+        print(f"{name}: {verdict}; {size / MIB:.1f} MiB, depth {options.depth}, {seconds:.2f} s")
         for problem in problems:
             print(f"  {problem.kind}: {problem}")
         if not problems and (extra := unnamed(folder)):
-            print(f"  note: files that are none of the checkpoint's: {', '.join(extra)}")
+            print(f"  note: files that do not belong to the checkpoint: {', '.join(extra)}")
         is_whole = is_whole and (is_aside or not problems)
     return FINISHED if is_whole else FAILED
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Path, bool]]:
-    """(name, folder, whether it was set aside) of what is asked for, by step. Raises UserError
-    where there is none, or the run's history is damaged."""
+    """Give (name, folder, whether it was set aside) of the chosen checkpoints, by step. Raises
+    UserError where there is none, or the run's history is damaged.
+    """
     run = folder_with_checkpoints(options.run)
     if run is None:
         raise UserError(f"RUN={options.run}: no run with checkpoints here or under runs/")
@@ -71,12 +74,12 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Path, bool]]:
         yield name + (f" (set aside, {folder.name})" if is_aside else state), folder, is_aside
     if is_none:
         step = "" if options.step is None else f" of step {options.step}"
-        rest = "" if options.all else "; ALL=1 looks at abandoned ones, too"
+        rest = "" if options.all else "; ALL=1 also looks at abandoned ones"
         raise UserError(f"RUN={options.run}: there is no checkpoint{step} to verify{rest}")
 
 
 def set_aside(checkpoints: Path) -> list[tuple[int, int, Path]]:
-    """(step, segment, folder) of checkpoints that a start passed over as damaged, and kept."""
+    """List (step, segment, folder) of damaged checkpoints that a start has renamed and kept."""
     matches = [(ASIDE.fullmatch(path.name), path) for path in checkpoints.iterdir()]
     return [
         (int(match[1]), int(match[2] or 0), path)

@@ -1,14 +1,16 @@
-"""Runs side by side.
+"""Runs side by side: the library part of `make compare`, `make profile` and `make reproduce`.
 
-agreement.py               Two records of one run, held against each other: identical, the fir
-folder.py                  The folder of a comparison: `runs/<comparison>/`, beside the folder
-pictures.py                The pictures of a report: speed, step, memory and communication sid
-recorded_code.py           The code that a run was trained with, put together again from its r
-replay_segments.py         How to train a run again: the replay segments between its starts, rewinds
-and
-report.py                  The report of a comparison as Markdown, and its main table for the
-results.py                 What the runs of a comparison say, read from their own records, and
-runner.py                  Starts the runs of a comparison one after the other, through the en
-tensorboard_pages.py       A comparison in TensorBoard: one run per variant, one for the repor
-variants.py                What a comparison runs: the variants of a sweep, their names, and t
+    variants -> runner -> the runs' own records -> results -> report, pictures, tensorboard_pages
+    a record -> replay_segments, recorded_code -> the same run again -> agreement
+
+agreement.py           compares the records of two runs: identical, or the first difference
+folder.py              the folder of a comparison, `runs/<comparison>/`, and its lock
+pictures.py            PNG pictures of a report: speed, memory, communication, losses
+recorded_code.py       checks out the code that a run was trained with
+replay_segments.py     the starts that train a recorded run again, one after the other
+report.py              the report as Markdown, and its main table for the terminal
+results.py             reads the records of the runs and computes what is compared
+runner.py              checks all variants, then starts their runs one after the other
+tensorboard_pages.py   writes a comparison as TensorBoard runs, one for each variant
+variants.py            the variants of a sweep, the names of their runs and their order
 """

@@ -1,8 +1,7 @@
-"""Two records of one run, held against each other: identical, the first difference, or why not.
+"""Compares the records of two runs of one recipe: identical, or the first difference.
 
-The one rule: recorded numbers are compared exactly, as they stand in the files. Where other
-hardware or another torch makes that too much to ask, it is said why, and losses must agree to
-TOLERANCE.
+Rule: recorded numbers are compared exactly, as they stand in the files. Only where the hardware or
+the software differs may losses differ, by at most TOLERANCE, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -13,22 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base.values import counted
 from data.stream.ledger import read_ledger
 from record.records import read_metrics
 
-TOLERANCE = 1e-5  # relative, of losses; norms of gradients move ten times as much
+TOLERANCE = 1e-5  # relative difference of losses; gradient norms differ ten times as much
 NUMBERS = ("loss", "grad_norm", "lr", "tokens", "targets", "skipped", "val_loss")
 BATCHES = ("batch_hash", "data_step", "samples", "targets")
-# Of environment.json: what decides bits.
+# Fields of environment.json on which the bits of a result depend.
 DECIDES_BITS = ("torch", "cuda", "machine", "processor", "cpu", "threads", "gpu")
 
 Key = tuple[int, int]  # segment, step
 
 
 @dataclass(frozen=True)
-class Compared:
-    """`first` is the first difference in words, None = identical; `worst` the largest relative
-    difference of a loss, infinite where one is not finite or missing.
+class RecordComparison:
+    """Result of `compared`.
+
+    `first` describes the first difference and is None where the records are identical. `worst` is
+    the largest relative difference of a loss, infinite where a loss is missing or not finite.
     """
 
     steps: dict[int, tuple[int, int]]  # segment -> first and last step
@@ -40,7 +42,7 @@ class Compared:
 
 
 def numbers_of(folder: Path) -> dict[Key, dict[str, Any]]:
-    """What a run recorded of each step: metrics, and the ledger's fields."""
+    """Read the metrics and the ledger of a run; returns one dict for each recorded step."""
     found = {(line["segment"], line["step"]): dict(line) for line in read_metrics(folder)}
     for line in read_ledger(folder / "ledger"):
         own = found.setdefault((line["segment"], line["step"]), {})
@@ -50,8 +52,11 @@ def numbers_of(folder: Path) -> dict[Key, dict[str, Any]]:
 
 def compared(
     old: dict[Key, dict[str, Any]], new: dict[Key, dict[str, Any]], numbers: dict[int, int]
-) -> Compared:
-    """Hold each recorded step against the copy's; `numbers` has its segments: recorded -> new."""
+) -> RecordComparison:
+    """Compare every recorded step with the same step of the copy.
+
+    `numbers` maps a segment of the recorded run to its number in the copy.
+    """
     first, worst, is_same_data, batches, losses = None, 0.0, True, 0, 0
     steps: dict[int, tuple[int, int]] = {}
     for segment, step in sorted(old):
@@ -72,11 +77,11 @@ def compared(
             is_same_data = is_same_data and name not in BATCHES
             if name == "loss":
                 worst = max(worst, distance(one[name], other.get(name)))
-    return Compared(steps, losses, batches, first, worst, is_same_data)
+    return RecordComparison(steps, losses, batches, first, worst, is_same_data)
 
 
 def distance(one: float | None, other: float | None) -> float:
-    """Relative difference; infinite where one of them is no number."""
+    """Relative difference of two losses; infinite where one of them is missing."""
     if one is None or other is None:
         return math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-30)
@@ -85,7 +90,7 @@ def distance(one: float | None, other: float | None) -> float:
 def why_not_bits(
     old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> list[str]:
-    """Why equal bits cannot be expected; none where they can."""
+    """Reasons why equal bits cannot be expected; an empty list where they can."""
     reasons = list(notes)
     now = new[-1] if new else {}
     for name in DECIDES_BITS:
@@ -98,10 +103,12 @@ def why_not_bits(
     return reasons
 
 
-def told(found: Compared, reasons: Sequence[str]) -> tuple[str, bool]:
-    """The verdict in words, and whether it is a good one."""
+def verdict_of(found: RecordComparison, reasons: Sequence[str]) -> tuple[str, bool]:
+    """Text of the verdict, and True where the copy is as near as can be expected."""
     spans = ", ".join(f"{number} ({a} to {b})" for number, (a, b) in sorted(found.steps.items()))
-    many = f"{found.losses} losses and {found.batches} batch hashes of segments {spans}"
+    segments = f"{'segment' if len(found.steps) == 1 else 'segments'} {spans}"
+    many = f"{counted(found.losses, 'loss', 'losses')} and "
+    many += f"{counted(found.batches, 'batch hash', 'batch hashes')} of {segments}"
     if found.first is None:
         return f"identical: {many}", True
     lines = [f"first difference: {found.first}"]

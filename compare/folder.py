@@ -3,8 +3,8 @@
     comparison.json   what it compares      outcomes.jsonl   how each run ended
     report.md  *.png  tensorboard/          the report       logs/<run>.log   what each run printed
 
-One rule: it names what it compares. The same comparison goes on where it was; another one under the
-same name is refused, and so is a second process in the same folder.
+Rule: comparison.json stores what is compared. The same comparison continues where it was
+interrupted; another comparison under the same name is refused, and so is a second process.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
+from base.jsonl import append_line
 from base.paths import ROOT
-from record.records import append_line, read_lines
+from record.records import read_lines
 from record.run_folder import Lock, hold, refuse_unwritable
 
 RUNS = ROOT / "runs"
 WHAT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-# May differ when a comparison goes on: more rounds only add to it.
+# Entries that may differ when a comparison continues: more rounds only add to it.
 MAY_GROW = ("repeats",)
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
-    """What the folder compares; None where there is no folder. Raises UserError."""
+    """Read comparison.json; None where there is no folder.
+
+    Raises UserError where the folder exists and is not one of a comparison.
+    """
     if not folder.exists():
         refuse_unwritable(folder)
         return None
     try:
-        return json.loads((folder / WHAT).read_text(encoding="utf-8"))
+        found = json.loads((folder / WHAT).read_text(encoding="utf-8"))
+        for variant in found.get("variants", ()):  # the name that older versions wrote
+            variant["overrides"] = variant.pop("words", variant.get("overrides"))
+        return found
     except (OSError, ValueError):
         raise UserError(
             f"NAME={folder.name}: {folder} is not the folder of a comparison (no whole {WHAT});"
@@ -55,9 +62,10 @@ def refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
 
 
 def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
-    """Raise UserError where a run that this comparison has not started has its folder already.
+    """Raise UserError where a folder of a run exists that this comparison did not start.
 
-    `runs_by_round` has the names of all runs; rounds that are on record are the comparison's own.
+    `runs_by_round` maps each round to the names of its runs. Rounds that comparison.json already
+    counts belong to this comparison.
     """
     there = stored(folder)
     rounds = there["repeats"] if there else 0
@@ -76,9 +84,9 @@ def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
 
 
 def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """One differing entry, for people."""
-    if key == "variants" and [v["words"] for v in there.get(key, [])] == [
-        v["words"] for v in wanted.get(key, [])
+    """Describe one entry in which two comparisons differ."""
+    if key == "variants" and [v["overrides"] for v in there.get(key, [])] == [
+        v["overrides"] for v in wanted.get(key, [])
     ]:
         return "the recipe has changed since"
     short = [json.dumps(side.get(key))[:120] for side in (there, wanted)]
@@ -86,9 +94,9 @@ def difference(key: str, there: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def open_comparison(folder: Path, wanted: dict[str, Any]) -> Lock:
-    """Make or enter the folder as its only process, as long as the returned lock is kept."""
+    """Create or enter the folder; the returned lock keeps other processes out while it is held."""
     refuse_another(folder, wanted)
-    if "repeats" in wanted:  # rounds that were started once stay its own
+    if "repeats" in wanted:  # rounds that were started before stay part of the comparison
         wanted = {
             **wanted,
             "repeats": max(wanted["repeats"], (stored(folder) or wanted)["repeats"]),
@@ -102,18 +110,18 @@ def open_comparison(folder: Path, wanted: dict[str, Any]) -> Lock:
 
 
 def record_outcome(folder: Path, run: str, status: str, **facts: Any) -> None:
-    """Put on record how a run ended, finished or failed: reason, seconds, load before it."""
+    """Append one line to outcomes.jsonl: how a run ended, why, its seconds, the load before it."""
     append_line(folder / OUTCOMES, {"run": run, "status": status, **facts})
 
 
 def loads(folder: Path) -> list[float]:
-    """Load averages of the machine before the runs that finished."""
+    """Load averages of the machine, measured before each run that finished."""
     lines = read_lines(folder / OUTCOMES)
     return [line["load"] for line in lines if line["status"] == "finished"]
 
 
 def reasons(folder: Path) -> dict[str, str]:
-    """Run -> why its latest try failed."""
+    """Map each run whose latest attempt failed to the reason."""
     found: dict[str, str] = {}
     for line in read_lines(folder / OUTCOMES):
         found.pop(line["run"], None)

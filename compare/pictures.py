@@ -1,6 +1,7 @@
-"""The pictures of a report: speed, step, memory and communication side by side; losses over steps.
+"""Draws the pictures of a report: speed, time, memory and communication of the variants; losses.
 
-One rule: they draw the numbers of the report's tables and no others. PNG, drawn without a display.
+Rule: a picture shows the numbers of the report's tables and no others. PNG files, drawn without a
+display.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: no display is asked for
+matplotlib.use("Agg")  # before pyplot is imported: no display is needed
 
 from matplotlib import pyplot as plt
 
+from base.units import MIB
 from compare.report import PARTS, Comparison
 from compare.results import SAME_LOSS, Side, difference
-from runtime.engine.memory import MIB
 
 SPEED, LOSSES = "speed.png", "losses.png"
 BLUE, WHISKER, DOT = "#4477aa", "#222222", "#ee6677"
 PART_COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#bbbbbb")
-# As far from each other as colors get, also for the color-blind (Paul Tol's bright scheme).
+# Easy to tell apart, also for color-blind readers (Paul Tol's bright scheme).
 LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222222")
 DOTS_PER_INCH, WIDTH = 110, 13.0  # inches
 LABEL_WIDTH, LABEL_LINES = 34, 3  # characters, lines
@@ -33,7 +34,7 @@ SMALLEST_SHARE = 1e-4
 
 
 def draw(shown: Comparison, folder: Path) -> tuple[str, ...]:
-    """Write the pictures into `folder`; returns their names."""
+    """Draw the pictures into `folder`; returns their file names."""
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         drawn = {SPEED: speed(shown)}
         if len(shown.runs) > 1:
@@ -45,7 +46,7 @@ def draw(shown: Comparison, folder: Path) -> tuple[str, ...]:
 
 
 def speed(shown: Comparison) -> Any:
-    """Bars: tokens/s, parts of a step, peak memory, communication."""
+    """Figure of four bar charts: tokens/s, parts of a step, peak memory, communication."""
     sides = [side for side in shown.sides if side.runs]
     has_bytes = any(side.communication_bytes() for side in sides)
     height = 2 * (1.5 + 0.42 * len(shown.sides))
@@ -63,20 +64,20 @@ def speed(shown: Comparison) -> Any:
         names = [label(side) if is_left else "" for side in shown.sides]
         panel.set_yticks(range(len(shown.sides)), names)
         panel.set_ylim(len(shown.sides) - 0.5, -0.5)  # the first variant on top
-        panel.set_xlim(0, 1.12 * panel.get_xlim()[1])  # room for the number behind the longest bar
+        panel.set_xlim(0, 1.12 * panel.get_xlim()[1])  # room for the number beside the longest bar
         panel.xaxis.grid(True, color="#dddddd")
         panel.set_axisbelow(True)
     return figure
 
 
 def label(side: Side) -> str:
-    """A variant's name for an axis."""
+    """Name of a variant, wrapped for an axis."""
     text = side.label if side.runs else f"{side.label} (failed)"
     return "\n".join(textwrap.wrap(text, LABEL_WIDTH, max_lines=LABEL_LINES))
 
 
 def throughput(panel: Any, sides: list[Side]) -> None:
-    """Tokens/s, with quartiles, and each run's own median."""
+    """Draw tokens/s with quartiles, and the median of each run as a dot."""
     for row, side in enumerate(sides):
         low, middle, high = side.quartiles("tokens_per_s")
         if middle is None:
@@ -93,7 +94,7 @@ def throughput(panel: Any, sides: list[Side]) -> None:
 
 
 def step_parts(panel: Any, sides: list[Side]) -> None:
-    """Seconds of each part of a step, stacked."""
+    """Draw the seconds of each part of a step as stacked bars."""
     parts = {title: [side.median(name) or 0.0 for side in sides] for name, title in PARTS}
     stacked(panel, parts, PART_COLORS)
     panel.set_title("Where a step's time goes", **TITLE)
@@ -101,22 +102,22 @@ def step_parts(panel: Any, sides: list[Side]) -> None:
 
 
 def memory(panel: Any, sides: list[Side]) -> None:
-    """Peak memory of each variant's fullest rank."""
+    """Draw the peak memory of each variant's rank with the highest peak."""
     kinds = {run.summary["memory_of"] for side in sides for run in side.runs}
     for row, side in enumerate(sides):
         known = [peak for peak in side.peaks_gib() if peak is not None]
         if known:
             panel.barh(row, max(known), 0.6, color=BLUE)
             panel.text(max(known), row, f"  {max(known):.3f}", va="center")
-    panel.set_title("Peak memory of the fullest rank", **TITLE)
+    panel.set_title("Peak memory of the rank with the highest peak", **TITLE)
     panel.set_xlabel(f"GiB of {' and '.join(sorted(kinds))} memory")
 
 
 def communication(panel: Any, sides: list[Side]) -> None:
-    """Payload of a step's collectives, stacked by kind."""
+    """Draw the payload of a step's collectives as stacked bars, one part for each kind."""
     sent = [side.communication_bytes() for side in sides]
     sizes = {kind: sum(one.get(kind, 0) for one in sent) for one in sent for kind in one}
-    # A loss of four bytes would only take a place in the legend.
+    # Kinds that send almost nothing, such as a loss of four bytes, get no entry in the legend.
     kinds = [kind for kind in sorted(sizes) if sizes[kind] > SMALLEST_SHARE * sum(sizes.values())]
     parts = {kind: [one.get(kind, 0) / MIB for one in sent] for kind in kinds}
     stacked(panel, parts, LINES)
@@ -130,7 +131,7 @@ def communication(panel: Any, sides: list[Side]) -> None:
 
 
 def stacked(panel: Any, parts: dict[str, list[float]], colors: Sequence[str]) -> None:
-    """Horizontal bars of several parts, the legend beside the title."""
+    """Draw horizontal stacked bars, with the legend beside the title."""
     for (title, sizes), color in zip(parts.items(), itertools.cycle(colors), strict=False):
         before = [
             sum(values)
@@ -145,7 +146,7 @@ def stacked(panel: Any, parts: dict[str, list[float]], colors: Sequence[str]) ->
 
 
 def losses(shown: Comparison) -> Any:
-    """Loss curves above, their difference to the base below."""
+    """Figure of two charts: loss curves, and their difference from the base below."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(WIDTH, 7.5), layout="constrained", sharex=True
     )
@@ -170,7 +171,7 @@ def losses(shown: Comparison) -> Any:
     below.set_ylabel("relative difference of losses")
     below.set_xlabel("step")
     below.xaxis.get_major_locator().set_params(integer=True)
-    # Linear near zero, so that a difference of exactly none has a place.
+    # Linear near zero, so that a difference of exactly 0 can be drawn.
     below.set_yscale("symlog", linthresh=1e-8)
     below.set_ylim(bottom=-2e-9)
     if result and result.reason is None and result.bound is not None:

@@ -1,9 +1,10 @@
-"""The code that a run was trained with, put together again from its record.
+"""Restores the code that a run was trained with, from the run's record.
 
     commit = HEAD and the same diff -> this folder     else -> git worktree of the commit + the diff
 
-The one rule: the folder of the project is never touched; a worktree is made beside it, sees its
-corpora/ and runs/, and goes away at the end. What cannot be had again is said, not guessed.
+Rule: the project's own folder is never changed. The worktree is made in a temporary folder, sees
+corpora/ and runs/ through links, and is removed at the end. Code that cannot be restored is
+reported, never guessed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHARED = ("corpora", "runs")
 
 @dataclass
 class Code:
-    """Where the recorded code stands; `notes` say in what it may differ from the one recorded."""
+    """Folder of the restored code; `notes` name what may differ from the recorded code."""
 
     root: Path
     notes: list[str] = field(default_factory=list)
@@ -35,13 +36,15 @@ class Code:
 def recorded_code(
     root: Path, entries: Sequence[dict[str, Any]], log: Callable[[str], None]
 ) -> Iterator[Code]:
-    """The code of the first of `entries` (conditions of starts, see record.environment). Raises
-    UserError where a commit is known but cannot be had.
+    """Restore the code of the first of `entries` for the time of the block.
+
+    `entries` are the recorded conditions of the run's starts (record.environment). Raises UserError
+    where the recorded commit is not in this repository.
     """
     wanted, now = entries[0], code(root)
     notes = several(entries)
     if wanted["commit"] is None:
-        notes.append("the record knows no commit: the code is that of now")
+        notes.append("the record names no commit: the code of this checkout is used")
     elif any(wanted[name] != now[name] for name in ("commit", "diff", "untracked")):
         with worktree(root, wanted, log) as (place, more):
             yield Code(place, notes + more)
@@ -50,7 +53,7 @@ def recorded_code(
 
 
 def several(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """A note where the code changed between starts of the run."""
+    """Return a note where the code changed between two starts of the run."""
     kinds = {(one["commit"], (one["diff"] or {}).get("sha256")) for one in entries}
     if len(kinds) == 1:
         return []
@@ -61,7 +64,9 @@ def several(entries: Sequence[dict[str, Any]]) -> list[str]:
 def worktree(
     root: Path, wanted: dict[str, Any], log: Callable[[str], None]
 ) -> Iterator[tuple[Path, list[str]]]:
-    """A worktree of a commit with the recorded diff on top, and notes."""
+    """Make a worktree of the recorded commit and diff for the time of the block; yields its folder
+    and notes on what may differ.
+    """
     commit = wanted["commit"]
     place = Path(tempfile.mkdtemp(prefix="reproduce-")) / root.name
     done = git(root, "worktree", "add", "--detach", str(place), commit)
@@ -86,7 +91,7 @@ def worktree(
 
 
 def apply(place: Path, diff: dict[str, Any] | None) -> list[str]:
-    """Put the recorded uncommitted changes on top; a note where that is not possible."""
+    """Apply the recorded uncommitted changes; returns a note where they are not on record."""
     if diff is None:
         return []
     if diff["text"] is None or diff["reason"] is not None:
@@ -101,12 +106,12 @@ def apply(place: Path, diff: dict[str, Any] | None) -> list[str]:
 
 
 def untracked(root: Path, place: Path, wanted: dict[str, str | None]) -> list[str]:
-    """Copy files that git did not know then, where they are the same now; notes on the others."""
+    """Copy the untracked files of the record that are unchanged; returns notes on the others."""
     notes = []
     for name, known in wanted.items():
         source, to = root / name, place / name
         if known is None or short_hash(source) != known:
-            notes.append(f"{name}, which git did not know, is not here as it was")
+            notes.append(f"{name}, an untracked file of the recorded run, is missing or changed")
             continue
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, to)
@@ -114,7 +119,7 @@ def untracked(root: Path, place: Path, wanted: dict[str, str | None]) -> list[st
 
 
 def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a git command."""
+    """Run git in `root` and return its result; a failure raises nothing."""
     return subprocess.run(
         ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
     )

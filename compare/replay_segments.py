@@ -1,13 +1,14 @@
-"""How to train a run again: the replay segments between its starts, rewinds and changes of
-conditions.
+"""Plans how to train a recorded run again, as a list of replay segments.
 
-    recorded   segment 0: steps 1 to 105 on 2 ranks; segment 1 from step 80: 81 to 120 on 2 ranks,
-               then 121 to 200 on 4
-    replay segments       (0, to 80), (0, to 105), turn back to 80, (1, to 120), (1, to 200 on 4)
+A replay segment is one start of the copy. It ends at a start, a rewind or a change of conditions
+(ranks, code, recipe) of the recorded run.
 
-The one rule: a replay segment ends where the next one has to begin, so that every place that a
-later replay segment goes
-on from has a checkpoint. Pure: from what a run folder says to a list. Units: steps.
+    recorded          segment 0: steps 1 to 105 on 2 ranks
+                      segment 1, rewound to step 80: steps 81 to 120 on 2 ranks, 121 to 200 on 4
+    replay segments   (0, to 80), (0, to 105), rewind to 80, (1, to 120), (1, to 200 on 4 ranks)
+
+Rule: every step from which a later replay segment continues is the end of an earlier one, because
+only the end of a replay segment has a checkpoint. Pure functions of the record. Units: steps.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from checkpoint.lineage import Line, lineage, segments
 
 @dataclass(frozen=True)
 class ReplaySegment:
-    """One start: train `segment` up to `stop` under the conditions of `entry`. `opens` is the line
-    of the history that has to stand there before, for the first replay segment of a later segment.
+    """One start of the copy: train `segment` up to step `stop` under the conditions of `entry`.
+
+    `opens` is the line of the history that opens the segment (a rewind). It is set for the first
+    replay segment of each later segment and has to be written before the start.
     """
 
-    segment: int  # as recorded
+    segment: int  # number in the recorded run
     after: int
     stop: int
     entry: dict[str, Any] = field(repr=False)
@@ -36,18 +39,18 @@ class ReplaySegment:
 def plan(
     lines: Sequence[Line], entries: Sequence[dict[str, Any]], reached: dict[int, int]
 ) -> tuple[list[ReplaySegment], dict[int, int]]:
-    """The replay segments, and the numbers that the segments get: recorded -> new.
+    """Return the replay segments, and a map from recorded segment numbers to those of the copy.
 
-    `entries` are the conditions of the run's starts (environment.json), `reached` the last recorded
-    step of each segment. Segments that recorded nothing and that nothing goes on from are left out.
-    Raises UserError where the record does not say enough.
+    `entries` are the conditions of the run's starts (environment.json), `reached` is the last
+    recorded step of each segment. A segment without a recorded step is left out unless another
+    segment continues from it. Raises UserError where the record is not complete enough.
     """
     opened = segments(lines)
     wanted = {span.segment for number in reached for span in lineage(lines, number).spans}
     if not wanted:
         raise UserError("the run has recorded no step")
     numbers = {old: new for new, old in enumerate(sorted(wanted))}
-    replay_segments = []
+    planned = []
     for old in sorted(wanted):
         line = opened[old]
         opens = renumbered(line, numbers) if line["parent"] is not None else None
@@ -57,8 +60,8 @@ def plan(
             if one["parent"] is not None and one["parent"]["segment"] == old
         }
         own = of_segment(entries, old)
-        replay_segments += between(old, line["first_step"] - 1, reached.get(old), stops, own, opens)
-    return replay_segments, numbers
+        planned += between(old, line["first_step"] - 1, reached.get(old), stops, own, opens)
+    return planned, numbers
 
 
 def between(
@@ -69,30 +72,29 @@ def between(
     entries: Sequence[dict[str, Any]],
     opens: Line | None,
 ) -> list[ReplaySegment]:
-    """The replay segments of one segment: cut at `stops` and where conditions changed."""
+    """Return the replay segments of one segment: it is split at `stops` and at new conditions."""
     if last is None:
-        raise UserError(f"segment {segment} has recorded no step, but a later one goes on from it")
+        raise UserError(f"segment {segment} has recorded no step, but a later one continues it")
     if not entries or entries[0]["after_step"] > after:
         raise UserError(
-            f"environment.json does not say under which conditions segment {segment} began; a"
-            " version that did not record this wrote it"
+            f"environment.json does not say under which conditions segment {segment} began; it was"
+            " written by a version that did not record this"
         )
     if max(stops, default=0) > last:
         raise UserError(f"segment {segment}: step {max(stops)} is not on record")
-    cuts = {one["after_step"] for one in entries} | stops | {last}
-    ends = sorted(cut for cut in cuts if after < cut <= last)
-    replay_segments = []
+    boundaries = {one["after_step"] for one in entries} | stops | {last}
+    ends = sorted(step for step in boundaries if after < step <= last)
+    planned = []
     for begin, end in zip([after, *ends], ends, strict=False):
         entry = [one for one in entries if one["after_step"] <= begin][-1]
-        replay_segments.append(
-            ReplaySegment(segment, begin, end, entry, opens if begin == after else None)
-        )
-    return replay_segments
+        planned.append(ReplaySegment(segment, begin, end, entry, opens if begin == after else None))
+    return planned
 
 
 def of_segment(entries: Sequence[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
-    """The conditions that recorded steps were trained under: what started again from an earlier
-    checkpoint replaces what it trained again.
+    """Conditions under which the recorded steps of a segment were trained, in order.
+
+    A start from an earlier checkpoint replaces the conditions of the steps that it trained again.
     """
     kept: list[dict[str, Any]] = []
     for entry in entries:
@@ -102,6 +104,6 @@ def of_segment(entries: Sequence[dict[str, Any]], segment: int) -> list[dict[str
 
 
 def renumbered(line: Line, numbers: dict[int, int]) -> Line:
-    """A segment's line under its new number, as part of one run."""
+    """Copy of a segment's history line with the segment numbers of the copy."""
     parent = {"segment": numbers[line["parent"]["segment"]], "step": line["parent"]["step"]}
     return line | {"segment": numbers[line["segment"]], "parent": parent}

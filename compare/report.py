@@ -1,7 +1,7 @@
-"""The report of a comparison as Markdown, and its main table for the terminal.
+"""Writes the report of a comparison as Markdown, and its main table for the terminal.
 
-One rule: it formats what `results` read and computes nothing of its own; what is not known or was
-not measured stands there as a dash, never as a zero.
+Rule: this file formats what `results` computed and computes nothing itself. A value that is not
+known or was not measured is shown as a dash, never as a zero.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.table import table
+from base.units import MIB
 from base.values import counted
 from compare.results import (
     Agreement,
@@ -21,19 +22,18 @@ from compare.results import (
     ratios,
     surroundings,
 )
-from runtime.engine.memory import MIB
 
 NONE = "-"
 PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),
          ("other_s", "other"))  # fmt: skip
-BUSY = 2  # load average per core; the run before leaves about 1
-# Two runs that differ in one of these do not do the same work in a step.
+BUSY = 2  # load average per core; the previous run of the comparison leaves about 1
+# Two runs that differ in one of these knobs do not do the same work in a step.
 WORK = ("model", "data", "batch_tokens", "seq_len", "seq_len_warmup", "precision")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is reported: the sides, the first one the base of all ratios."""
+    """Content of a report: the sides; the first one is the base of all ratios."""
 
     name: str
     command: str
@@ -44,21 +44,21 @@ class Comparison:
 
     @property
     def runs(self) -> list[RunResult]:
-        """Every run that was read, side by side."""
+        """All runs of all sides."""
         return [run for side in self.sides for run in side.runs]
 
     @property
     def base(self) -> Side:
-        """The first side that has a run."""
+        """First side that has a run."""
         return next(side for side in self.sides if side.runs)
 
     def agreement(self) -> Agreement | None:
-        """Of the losses of all runs."""
+        """Agreement of the losses of all runs."""
         return agreement(self.sides)
 
 
 def markdown(shown: Comparison) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     lines = [f"# {shown.name}", "", f"`{shown.command}`", "", *setting(shown), ""]
     lines += [f"**{line}**\n" for line in warnings(shown)]
     lines += [verdict(shown.agreement()), ""]
@@ -78,14 +78,14 @@ def markdown(shown: Comparison) -> str:
 
 
 def terminal(shown: Comparison) -> str:
-    """The main table and what must not be missed."""
+    """Return the main table, the verdict on the losses and all warnings, for the terminal."""
     rows = [[cell.replace("`", "") for cell in row] for row in main_rows(shown)]
     lines = [table(rows, indent=""), "", plain(verdict(shown.agreement()))]
     return "\n".join([*lines, *(f"WARNING: {line}" for line in warnings(shown))])
 
 
 def setting(shown: Comparison) -> list[str]:
-    """What was trained, where."""
+    """Lines on what was trained and on which machine."""
     run = shown.base.runs[0]
     around = run.environment
     packages = around.get("packages") or {}
@@ -103,12 +103,14 @@ def setting(shown: Comparison) -> list[str]:
     ]
     if shown.is_sweep and rounds > 1:
         lines.append(
-            f"- {counted(rounds, 'round')}; in each, every variant once, so that a machine that"
-            " drifts slows"
-            " all alike"
+            f"- {counted(rounds, 'round')}; each round runs every variant once, so that a machine"
+            " whose speed drifts slows all variants alike"
         )
     elif shown.is_sweep:
-        lines.append("- 1 round: a machine that drifts looks like a difference (REPEATS=3)")
+        lines.append(
+            "- 1 round: a machine whose speed drifts looks like a difference between variants"
+            " (REPEATS=3)"
+        )
     if shown.loads:
         lines.append(
             f"- load average before the runs {min(shown.loads):.1f} to {max(shown.loads):.1f}"
@@ -117,20 +119,20 @@ def setting(shown: Comparison) -> list[str]:
 
 
 def warnings(shown: Comparison) -> list[str]:
-    """What makes the numbers less than they look."""
+    """Warnings about everything that makes the numbers less reliable than they look."""
     found = []
     result = shown.agreement()
     if result and result.is_broken:
         found.append(
             f"LOSSES DO NOT AGREE: {result.largest:.2g} apart at step {result.at[0]} in"
             f" {result.at[1]}, where {result.bound:g} is the bound. The variants do not train the"
-            " same thing: do not use these speeds before you know why."
+            " same model: find the reason before you use these speeds."
         )
     cores = shown.base.runs[0].environment.get("cores") or 1
     if shown.loads and max(shown.loads) > BUSY * cores:
         found.append(
             f"THE MACHINE WAS BUSY: load average up to {max(shown.loads):.1f} on {cores} cores"
-            " before a run; other programs slowed these runs, not all alike"
+            " before a run; other programs slowed some of these runs more than others"
         )
     work = [
         key
@@ -148,7 +150,7 @@ def warnings(shown: Comparison) -> list[str]:
 
 
 def verdict(result: Agreement | None) -> str:
-    """Whether the losses are the same, in a sentence."""
+    """Sentence that says how far the losses agree."""
     if result is None:
         return "Losses: one run, nothing to compare."
     if result.reason is not None:
@@ -166,7 +168,7 @@ def verdict(result: Agreement | None) -> str:
 
 
 def main_rows(shown: Comparison) -> list[list[str]]:
-    """One row per side."""
+    """Rows of the main table: a header, then one row for each side."""
     has_mfu = any(side.median("mfu") is not None for side in shown.sides)
     has_bytes = any(side.communication_bytes() for side in shown.sides)
     memory = "device" if any(r.summary["memory_of"] == "device" for r in shown.runs) else "host"
@@ -195,27 +197,28 @@ def main_rows(shown: Comparison) -> list[list[str]]:
 
 
 def legend(shown: Comparison) -> list[str]:
-    """What the columns of the main table are."""
+    """Text that explains the columns of the main table."""
     lines = [
         "Medians over the steps of all runs of a variant, quartiles in brackets; the first step of"
-        " a run, evaluation and saves are in no number. tokens/s is over all ranks.",
+        " a run, evaluation and saves are part of no number. tokens/s is over all ranks.",
         f"x = tokens/s relative to `{shown.base.label}` in the same round: median, lowest and"
         " highest round in brackets." if shown.is_sweep else
         f"x = tokens/s relative to `{shown.base.label}`.",
-        "Seconds are rank 0's. Peak memory: the highest rank, and the lowest where it differs; host"
-        " memory includes Python and its libraries.",
+        "Seconds are those of rank 0. Peak memory: the rank with the highest peak, and the lowest"
+        " where it differs; host memory includes Python and its libraries.",
     ]  # fmt: skip
     if any(side.communication_bytes() for side in shown.sides):
-        lines.append("sent = counted payload of all collectives of a step as rank 0 sees them.")
+        lines.append("sent = counted payload of all collectives of a step on rank 0.")
     if not any(side.median("mfu") is not None for side in shown.sides):
         lines.append(
-            "MFU: not known, because the device's peak is not (cluster.peak_tflops sets it)."
+            "MFU: not known, because the peak of the device is not known (cluster.peak_tflops sets"
+            " it)."
         )
     return [" ".join(lines)]
 
 
 def part_rows(shown: Comparison) -> list[list[str]]:
-    """Seconds of a step and of its parts."""
+    """Rows of the table of seconds of a step and of its parts."""
     rows = [["", "step", *(title for _, title in PARTS)]]
     for side in shown.sides:
         if side.runs:
@@ -225,7 +228,7 @@ def part_rows(shown: Comparison) -> list[list[str]]:
 
 
 def loss_rows(shown: Comparison) -> list[list[str]]:
-    """Losses of each side's first run at a few steps, and the largest difference."""
+    """Rows of the table of losses: each side's first run at five steps, the largest difference."""
     result = shown.agreement()
     if result is None:
         return []
@@ -241,7 +244,7 @@ def loss_rows(shown: Comparison) -> list[list[str]]:
 
 
 def communication_rows(shown: Comparison) -> list[list[str]]:
-    """Payload by kind of collective."""
+    """Rows of the table of payload by kind of collective."""
     sent = {side.label: side.communication_bytes() for side in shown.sides}
     kinds = sorted({kind for bytes_ in sent.values() for kind in bytes_})
     if not kinds:
@@ -254,7 +257,7 @@ def communication_rows(shown: Comparison) -> list[list[str]]:
 
 
 def difference_rows(shown: Comparison) -> list[list[str]]:
-    """Knobs and surroundings that differ, one column per side."""
+    """Rows of the table of knobs and surroundings that differ, one column for each side."""
     firsts = [(side.label, side.runs[0]) for side in shown.sides if side.runs]
     runs = [run for _, run in firsts]
     found = {**differing(runs), **surroundings(runs)}
@@ -267,7 +270,7 @@ def difference_rows(shown: Comparison) -> list[list[str]]:
 
 
 def run_rows(shown: Comparison) -> list[list[str]]:
-    """Each run by itself, as `make pretrain` printed it."""
+    """Rows of the table of single runs, with the numbers that `make pretrain` printed."""
     rows = [["run", "tokens/s", "s/step", "steps counted", "peak GiB by rank", "last loss"]]
     for run in shown.runs:
         s = run.summary
@@ -282,7 +285,7 @@ def run_rows(shown: Comparison) -> list[list[str]]:
 
 
 def ratio(side: Side, shown: Comparison) -> str:
-    """Speed relative to the base, with the rounds' range where there are several."""
+    """Speed relative to the base, with the range over the rounds where there are several."""
     three = ratios(side, shown.base)
     if side is shown.base or three is None:
         return "1" if side is shown.base else NONE
@@ -292,7 +295,7 @@ def ratio(side: Side, shown: Comparison) -> str:
 
 
 def spread(three: Sequence[float | None], form: str) -> str:
-    """Median, quartiles in brackets."""
+    """Text of a median with its quartiles in brackets."""
     first, middle, third = three
     if middle is None:
         return NONE
@@ -300,7 +303,7 @@ def spread(three: Sequence[float | None], form: str) -> str:
 
 
 def between(values: Sequence[float | None]) -> str:
-    """The highest, and the lowest where they differ."""
+    """Text of the highest value, and of the lowest where it differs."""
     known = [value for value in values if value is not None]
     if not known:
         return NONE
@@ -309,30 +312,30 @@ def between(values: Sequence[float | None]) -> str:
 
 
 def one(value: float | None, form: str) -> str:
-    """A number, or a dash where it is not known."""
+    """Text of a number, or a dash where it is not known."""
     return NONE if value is None else format(value, form)
 
 
 def payload(size: float | None) -> str:
-    """Bytes as MiB; a few bytes as what they are."""
+    """Text of a size in MiB, or in bytes where it is below a thousandth of a MiB."""
     if size is None or size >= MIB / 1000:
         return one(None if size is None else size / MIB, ",.4g")
     return f"{size:.0f} bytes"
 
 
 def cell(value: Any) -> str:
-    """Any value as the text of a table cell."""
+    """Text of any value for a cell of a Markdown table."""
     text = value if isinstance(value, str) else str(value)
     return " ".join(text.replace("|", "\\|").split())
 
 
 def plain(text: str) -> str:
-    """Markdown's emphasis taken off, for the terminal."""
+    """Remove Markdown's emphasis, for the terminal."""
     return text.replace("**", "").replace("`", "")
 
 
 def pipes(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; the first row is its header, numbers stand right."""
+    """Lines of a Markdown table; the first row is its header, numbers are aligned right."""
     align: Callable[[int], str] = lambda column: "---" if column == 0 else "---:"  # noqa: E731
     line = "|".join(align(column) for column in range(len(rows[0])))
     return [f"| {' | '.join(rows[0])} |", f"|{line}|",

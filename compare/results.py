@@ -1,12 +1,11 @@
-"""What the runs of a comparison say, read from their own records, and put side by side.
+"""Reads the records of the runs of a comparison and computes what is compared.
 
     runs/<run>/metrics.jsonl events.jsonl layout.json environment.json recipe.yaml -> RunResult
     the runs of one variant -> Side      all sides -> Agreement of losses, what differs
 
-One rule: every number comes from a run's record; nothing is measured or estimated here. The first
-step of each attempt is warm-up and in no number (as in runtime.log.metrics.summary). Numbers of a
-variant
-are over the steps of all its runs together.
+Rule: every number comes from the record of a run; nothing is measured or estimated here. The first
+step of each attempt is warm-up and part of no number (as in runtime.log.metrics.summary). The
+numbers of a variant are computed over the steps of all its runs together.
 
 Units: tokens/s over all ranks, seconds per step, GiB, MiB per step; differences are relative.
 """
@@ -29,11 +28,11 @@ from recipes.compose import compose
 from record.records import METRICS, read_events, read_metrics
 from runtime.log.metrics import quartiles, summary
 
-# Every legal layout gives the same losses in fp32, to this.
+# Largest relative difference of losses between two legal layouts in fp32.
 SAME_LOSS = 1e-6
-# Knobs that name a run or say what is written; they are no difference between variants.
+# Knobs that name a run or choose what is written: not counted as a difference between variants.
 SILENT = ("run", "log", "checkpoint", "allow", "resume", "eval_every", "eval_tokens", "stop_after")
-# Of environment.json: what else could make one run faster than another.
+# Fields of environment.json that could make one run faster than another.
 SURROUNDINGS = ("commit", "uncommitted_changes", "torch", "cuda", "packages", "machine", "system",
                 "processor", "cpu", "cores", "threads", "gpu")  # fmt: skip
 
@@ -42,13 +41,13 @@ Three = tuple[float | None, float | None, float | None]  # first quartile, media
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run that was read. `round` counts from 1."""
+    """The record of one run. `round` counts from 1."""
 
     name: str
     round: int
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
-    peaks_gib: list[float]  # of each rank, where the run recorded them
+    peaks_gib: list[float]  # one for each rank; empty where the run did not record them
     layout: dict[str, Any]
     environment: dict[str, Any]
     parameters: int
@@ -57,38 +56,44 @@ class RunResult:
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """The lines that are not warm-up."""
+        """Metrics lines without the warm-up steps."""
         return [line for line in self.lines if not line["first_of_attempt"]]
 
     @property
     def losses(self) -> dict[int, float | None]:
-        """Step -> loss; None where it was not finite."""
+        """Map each step to its loss; None where it was not finite."""
         return {line["step"]: line["loss"] for line in self.lines}
 
 
 @dataclass
 class Side:
-    """One variant and its runs; `reason` says why where none of them finished."""
+    """One variant and its runs. `reason` is why none of them finished, where none did."""
 
     label: str
     runs: list[RunResult] = field(default_factory=list)
     reason: str | None = None
 
     def quartiles(self, name: str) -> Three:
-        """Of one field of the metrics lines, over the steps of all runs."""
+        """Quartiles of one field of the metrics lines, over the steps of all runs."""
         return quartiles([line.get(name) for run in self.runs for line in run.steady])
 
     def median(self, name: str) -> float | None:
-        """The middle one of `quartiles`."""
+        """Median of one field of the metrics lines, over the steps of all runs."""
         return self.quartiles(name)[1]
 
     def peaks_gib(self) -> list[float]:
-        """Peak memory of each rank, the highest of all runs; of rank 0 alone in old records."""
+        """Peak memory of each rank in GiB, the highest of all runs.
+
+        Old records have only that of rank 0.
+        """
         known = [run.peaks_gib or [run.summary["peak_memory_gib"]] for run in self.runs]
         return [max(peaks) for peaks in zip(*known, strict=False)]
 
     def communication_bytes(self) -> dict[str, float]:
-        """Median payload of a step, rank 0's, by kind; {} where it was not counted."""
+        """Median payload of a step on rank 0 in bytes, by kind of collective.
+
+        Empty where communication was not counted.
+        """
         lines = [line for run in self.runs for line in run.steady]
         counted = [line["communication_bytes"] for line in lines if "communication_bytes" in line]
         kinds = sorted({kind for one in counted for kind in one})
@@ -96,7 +101,7 @@ class Side:
 
 
 def read_run(folder: Path, number: int = 1) -> RunResult:
-    """Read one run. Raises UserError where it has no record of a step, or an unreadable one."""
+    """Read one run. Raises UserError where its record has no step or cannot be read."""
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder.name}: no record of a run in {folder} (no {METRICS})")
     try:
@@ -125,17 +130,17 @@ def read_run(folder: Path, number: int = 1) -> RunResult:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of the record says. Raises ValueError with its name."""
+    """Read a JSON file of the record. Raises ValueError that names the file."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{path.name} is damaged ({error}); a start of the run writes it anew"
+            f"{path.name} is damaged ({error}); the next start of the run writes it again"
         ) from None
 
 
 def ratios(side: Side, base: Side) -> Three | None:
-    """Lowest, median and highest of tokens/s relative to `base`, paired round by round."""
+    """Lowest, median and highest ratio of tokens/s to `base`, each paired within one round."""
     speeds = {run.round: run.summary["tokens_per_s"] for run in base.runs}
     paired = [
         run.summary["tokens_per_s"] / speeds[run.round]
@@ -147,11 +152,11 @@ def ratios(side: Side, base: Side) -> Three | None:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether the runs gave the same losses.
+    """Comparison of the losses of all runs.
 
-    `largest` is the greatest relative difference to the first side's first run over `steps` steps
-    (infinite where one was not finite), `at` its step and run. `reason` says why agreement is not
-    to be expected, None where it is; `bound` is the limit, None where there is none.
+    `largest` is the largest relative difference from the first run over `steps` steps (infinite
+    where a loss was not finite), `at` is its step and run. `reason` is why agreement cannot be
+    expected, None where it can; `bound` is the limit, None outside fp32.
     """
 
     steps: int
@@ -164,12 +169,12 @@ class Agreement:
 
     @property
     def is_broken(self) -> bool:
-        """Whether losses that must agree do not."""
+        """True where losses that must agree do not."""
         return self.reason is None and self.bound is not None and self.largest > self.bound
 
 
 def agreement(sides: Sequence[Side]) -> Agreement | None:
-    """Compare the losses of all runs with the first one's; None with fewer than two runs."""
+    """Compare the losses of all runs with those of the first; None with fewer than two runs."""
     runs = [(side.label, run) for side in sides for run in side.runs]
     if len(runs) < 2:
         return None
@@ -202,7 +207,7 @@ def difference(one: float | None, two: float | None) -> float:
 def excuse(
     runs: Iterable[tuple[str, RunResult]], same_data: bool, steps: Sequence[int]
 ) -> str | None:
-    """Why losses need not agree, or None."""
+    """Reason why the losses need not agree, or None where they must."""
     changed = [key for key in differing(run for _, run in runs) if treatment(key) != "free"]
     if changed:
         return f"the runs differ in {', '.join(changed)}"
@@ -214,7 +219,7 @@ def excuse(
 
 
 def differing(runs: Iterable[RunResult]) -> dict[str, list[Any]]:
-    """Knob -> its value in each run, for the knobs that differ and matter."""
+    """Map each knob that differs to its value in each run; SILENT knobs are left out."""
     runs = list(runs)
     keys = {key: None for run in runs for key in run.knobs}
     values = {key: [run.knobs.get(key) for run in runs] for key in keys}
@@ -227,7 +232,7 @@ def differing(runs: Iterable[RunResult]) -> dict[str, list[Any]]:
 
 
 def surroundings(runs: Sequence[RunResult]) -> dict[str, list[Any]]:
-    """What else differs between runs: ranks, machine, versions, commit."""
+    """Map ranks and facts of environment.json that differ to their value in each run."""
     found = {"ranks": [run.layout["world"] for run in runs]}
     for name in SURROUNDINGS:
         found[name] = [run.environment.get(name) for run in runs]

@@ -1,11 +1,11 @@
 """Starts the runs of a comparison one after the other, through the entry of `make pretrain`.
 
-    check every variant -> for each run: commands.pretrain in a process, its output in a log ->
-    outcome
+    check all variants -> for each run: commands.pretrain in a process, its output in a log file
+      -> one line in outcomes.jsonl
 
-One rule: nothing starts before every variant has been checked, and once started no variant ends the
-sweep: one that fails is an outcome with its reason, and is left out of the rounds to come. A run
-that finished is never started again.
+Rule: nothing starts before all variants have been checked. After that no variant ends the sweep: a
+variant that fails is recorded with its reason and left out of the later rounds. A run that has
+finished is never started again.
 
 Units: seconds.
 """
@@ -26,22 +26,23 @@ from pathlib import Path
 from tqdm import tqdm
 
 from base.errors import UserError
+from base.paths import ROOT
 from base.units import duration
-from compare.folder import ROOT, RUNS, record_outcome
-from compare.variants import Plan, Turn, told
+from compare.folder import RUNS, record_outcome
+from compare.variants import ComparisonPlan, Turn, problem_lines
 from record.records import METRICS, read_events, read_metrics
 from runtime.log.console import number
 from runtime.log.metrics import summary
 
-CHECKS_AT_ONCE = 4  # each is a short process of its own
+CHECKS_AT_ONCE = 4  # each check is a short process
 POLL_S = 0.5
-END_TIMEOUT_S = 40  # torchrun gives its ranks 30 s
+END_TIMEOUT_S = 40  # torchrun gives its ranks 30 s to end
 LOG_TAIL_BYTES = 200_000
 LONGEST_REASON = 300
 
 
-def check(plan: Plan) -> None:
-    """Raise UserError with everything that `make pretrain` would refuse in any variant."""
+def check(plan: ComparisonPlan) -> None:
+    """Raise UserError with every problem that `make pretrain` would refuse in any variant."""
     first_round = plan.turns()[: len(plan.variants)]
     with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
         found = list(pool.map(lambda turn: refused(plan, turn), first_round))
@@ -51,14 +52,14 @@ def check(plan: Plan) -> None:
         for line in lines
     ]
     if problems:
-        raise UserError(*told(problems, len(first_round)))
+        raise UserError(*problem_lines(problems, len(first_round)))
 
 
-def refused(plan: Plan, turn: Turn) -> list[str]:
-    """What the launcher says against a run."""
+def refused(plan: ComparisonPlan, turn: Turn) -> list[str]:
+    """Problems for which the launcher refuses a run."""
     if is_finished(RUNS / turn.run, plan.steps):
         return []
-    command = [*entry(plan.ranks, "--check"), *plan.words(turn)]
+    command = [*entry(plan.ranks, "--check"), *plan.arguments(turn)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
@@ -67,12 +68,12 @@ def refused(plan: Plan, turn: Turn) -> list[str]:
 
 
 def entry(ranks: int, *options: str) -> list[str]:
-    """The command of `make pretrain`, up to the words of the run."""
+    """Command of `make pretrain` without the overrides of the run."""
     return [sys.executable, "-m", "commands.pretrain", *options, "--nproc", str(ranks), "--"]
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the last attempt of a run reached the comparison's last step."""
+    """True where the last attempt of a run reached the last step of the comparison."""
     if not (folder / METRICS).is_file():
         return False
     events = [event["kind"] for event in read_events(folder) if event["kind"] != "attempt"]
@@ -80,8 +81,11 @@ def is_finished(folder: Path, steps: int) -> bool:
     return bool(events) and events[-1] == "finished" and bool(lines) and lines[-1]["step"] == steps
 
 
-def run_all(plan: Plan, folder: Path) -> None:
-    """Every run that has not finished yet, in order. KeyboardInterrupt ends the one in progress."""
+def run_all(plan: ComparisonPlan, folder: Path) -> None:
+    """Start all runs that have not finished yet, in order.
+
+    KeyboardInterrupt (Ctrl-C or SIGTERM) ends the run in progress and is raised again.
+    """
     turns = plan.turns()
     failed: set[str] = set()
     with interrupted_by_sigterm(), progress(plan) as bar:
@@ -89,6 +93,7 @@ def run_all(plan: Plan, folder: Path) -> None:
             title = f"{count}/{len(turns)} {turn.variant.label}"
             title += f" (round {turn.round})" if plan.repeats > 1 else ""
             bar.set_description(title)
+            # Leave out variants that failed, and runs that have finished.
             if turn.variant.slug in failed:
                 bar.total -= plan.steps
                 continue
@@ -96,9 +101,11 @@ def run_all(plan: Plan, folder: Path) -> None:
                 bar.update(plan.steps)
                 log(bar, f"{title}: finished before")
                 continue
+            # Train.
             begin, done, load = time.monotonic(), bar.n, os.getloadavg()[0]
             status = run_one(plan, turn, folder, lambda steps, done=done: move(bar, done + steps))
             seconds = time.monotonic() - begin
+            # Record how it ended.
             is_good = status == 0 and is_finished(RUNS / turn.run, plan.steps)
             reason = None if is_good else why(RUNS / turn.run, log_of(folder, turn), status)
             kind = "finished" if is_good else "failed"
@@ -114,14 +121,14 @@ def run_all(plan: Plan, folder: Path) -> None:
                 log(bar, f"{title}: FAILED: {reason}")
 
 
-def progress(plan: Plan) -> tqdm:
-    """A bar over the steps of all runs; nothing where nobody watches."""
+def progress(plan: ComparisonPlan) -> tqdm:
+    """Progress bar over the steps of all runs; silent where the output is no terminal."""
     total = len(plan.turns()) * plan.steps
     return tqdm(total=total, unit="step", disable=None, dynamic_ncols=True, smoothing=0)
 
 
 def log(bar: tqdm, text: str) -> None:
-    """A line of its own, above the bar."""
+    """Print a line above the progress bar."""
     if bar.disable:
         print(text, flush=True)
     else:
@@ -129,22 +136,26 @@ def log(bar: tqdm, text: str) -> None:
 
 
 def move(bar: tqdm, steps: int) -> None:
+    """Set the progress bar to `steps` steps."""
     bar.n = steps
     bar.refresh()
 
 
 def log_of(folder: Path, turn: Turn) -> Path:
-    """Where a run's output goes."""
+    """Log file that takes the output of a run."""
     return folder / "logs" / f"{turn.run}.log"
 
 
-def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
-    """Start a run, wait for its end, return its exit status; `moved(steps)` while it goes on."""
-    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.words(turn)]
+def run_one(plan: ComparisonPlan, turn: Turn, folder: Path, moved: Callable[[int], None]) -> int:
+    """Start a run, wait for its end and return its exit status.
+
+    `moved(steps)` is called with the number of recorded steps while the run trains.
+    """
+    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.arguments(turn)]
     with open(log_of(folder, turn), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the run.
+        # In a new session, so that Ctrl-C reaches this process alone, which then ends the run.
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
@@ -164,7 +175,7 @@ def run_one(plan: Plan, turn: Turn, folder: Path, moved: Callable[[int], None]) 
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a run that is still there: kindly, then for good."""
+    """End a run that still works: SIGTERM first, SIGKILL after END_TIMEOUT_S."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -176,7 +187,7 @@ def end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C: the run in progress is ended with this process."""
+    """Turn SIGTERM into KeyboardInterrupt, so that the run in progress ends with this process."""
 
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
@@ -189,12 +200,16 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def why(folder: Path, log: Path, status: int) -> str:
-    """Why a run failed, in one line: what it said itself, the error in its log, or its status."""
+    """Reason of a failed run in one line.
+
+    In this order: a refusal in its log, the reason in its last event, an exception in its log, the
+    signal that ended a rank, the exit status.
+    """
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    text = text[text.rfind("\n$ ") + 1 :]  # an earlier try stands above
-    said = re.findall(r"^refused: (.*)", text, re.MULTILINE)
+    text = text[text.rfind("\n$ ") + 1 :]  # the log of an earlier attempt stands above it
+    refusals = re.findall(r"^refused: (.*)", text, re.MULTILINE)
     errors = re.findall(
         r"^(?:\[?rank ?\d+\]?: ?)?((?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt)\b.*)",
         text,
@@ -205,8 +220,8 @@ def why(folder: Path, log: Path, status: int) -> str:
     events = read_events(folder) if folder.is_dir() else []
     events = [event for event in events if event["kind"] != "attempt"]
     recorded = [event["reason"] for event in events[-1:] if event.get("reason")]
-    if said or recorded or own:
-        line = (said or recorded or own)[-1]
+    if refusals or recorded or own:
+        line = (refusals or recorded or own)[-1]
     elif signals:
         name = signal.Signals(int(signals[-1])).name
         line = f"a rank was ended by signal {signals[-1]} ({name})"

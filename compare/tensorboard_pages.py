@@ -1,10 +1,10 @@
-"""A comparison in TensorBoard: one run per variant, one for the report.
+"""Writes a comparison for TensorBoard: one run for each variant, and one for the report.
 
     runs/<comparison>/tensorboard/<variant>/   curves, hyper-parameters, page of charts
     runs/<comparison>/tensorboard/report/      the report's text and pictures
 
-One rule: it repeats what the runs recorded. A point of a variant's curve is the median over its
-runs at that step; the columns of the hyper-parameters tab are the report's medians.
+Rule: every number is one that the runs recorded. A point of a variant's curve is the median over
+its runs at that step; the columns of the hyper-parameters tab are the medians of the report.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from base.units import MIB
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
-from runtime.engine.memory import MIB
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
 
 FOLDER, REPORT = "tensorboard", "report"
-# Columns of the hyper-parameters tab: field of `numbers` -> (tag, title).
+# Columns of the hyper-parameters tab: key of `numbers` -> (tag, title).
 COLUMNS = {
     "tokens_per_s": ("result/tokens_per_s", "tokens/s, all ranks (median)"),
     "peak_memory_gib": ("result/peak_memory_gib", "peak memory of a rank, GiB"),
@@ -29,7 +29,7 @@ COLUMNS = {
     "mfu": ("result/mfu", "MFU (median)"),
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
 }
-# What every variant shares or repeats from others; the rest of the curves are drawn.
+# Fields whose curves are equal for all variants, or repeat another curve: not drawn.
 LEFT_OUT = (
     "attempt",
     "skipped_steps",
@@ -41,7 +41,7 @@ LEFT_OUT = (
 
 
 def write(shown: Comparison, folder: Path) -> None:
-    """Write the event files of a comparison anew."""
+    """Write the event files of a comparison; those of an earlier report are removed."""
     place = folder / FOLDER
     shutil.rmtree(place, ignore_errors=True)
     swept = differing(side.runs[0] for side in shown.sides if side.runs)
@@ -53,7 +53,7 @@ def write(shown: Comparison, folder: Path) -> None:
         values = {key.rpartition(".")[2]: given[index] for key, given in swept.items()}
         write_side(side, place / name, name, values, shown)
     report = EventFiles(place / REPORT, attempt=1, after_step=0)
-    # TensorBoard shows no picture inside a text; they have a tab.
+    # TensorBoard shows no pictures inside a text; they are written to the Images tab below.
     report.text(0, f"{shown.name}/report", markdown(dataclasses.replace(shown, pictures=())))
     for name in shown.pictures:
         report.image(0, f"{shown.name}/{name.partition('.')[0]}", (folder / name).read_bytes())
@@ -63,7 +63,7 @@ def write(shown: Comparison, folder: Path) -> None:
 def write_side(
     side: Side, folder: Path, name: str, values: dict[str, Any], shown: Comparison
 ) -> None:
-    """One variant: its row, its curves."""
+    """Write one variant: its row of hyper-parameters and its curves."""
     found = numbers(side)
     columns = {
         field: column
@@ -79,7 +79,7 @@ def write_side(
         values = {**values, "ranks": side.runs[0].layout["world"]}
     plain = {key: value if isinstance(value, bool | float) else str(value)
              for key, value in values.items()}  # fmt: skip
-    # TensorBoard makes one row of what has one name, also of two comparisons.
+    # TensorBoard merges sessions of one name into one row, even those of two comparisons.
     events.hyper_parameters(plain, f"{shown.name}: {name}", columns)
     for step, line in lines.items():
         events.scalars(step, line)
@@ -89,7 +89,7 @@ def write_side(
 
 
 def numbers(side: Side) -> dict[str, float | None]:
-    """The columns of a variant."""
+    """Values of one variant for the columns of the hyper-parameters tab."""
     peaks = [peak for peak in side.peaks_gib() if peak is not None]
     sent = side.communication_bytes()
     return {
@@ -102,10 +102,10 @@ def numbers(side: Side) -> dict[str, float | None]:
 
 
 def curves(side: Side) -> dict[int, dict[str, float]]:
-    """Step -> the metrics line that TensorBoard draws: medians over the variant's runs.
+    """Map each step to the values that TensorBoard draws: medians over the variant's runs.
 
-    Of the warm-up step only what it learned is drawn: its times, and what it sends to set up, would
-    set the scale of every chart.
+    The times and the communication of the warm-up step are left out, because they are so large that
+    they would set the scale of the charts. Its loss is drawn.
     """
     warm = ("tokens_per_s", "tokens_per_s_per_rank", "mfu", "communication_mib")
     by_step: dict[int, list[dict[str, Any]]] = {}

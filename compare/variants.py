@@ -1,9 +1,9 @@
-"""What a comparison runs: the variants of a sweep, their names, and the order of the runs.
+"""Plans a comparison: the variants of a sweep, the names of their runs, and the order of the runs.
 
     SWEEP="zero=1,2,3 micro_batch=1,2"  ->  6 variants x REPEATS rounds:  A B C ... A B C ...
 
-One rule: pure functions of the command. Rounds are interleaved, so that a machine that grows slower
-slows every variant alike, and every run has a name, and so a folder, of its own.
+Rule: pure functions of the command line. Rounds are interleaved, so that a machine that becomes
+slower slows all variants alike. Every run has its own name and therefore its own folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recipes.compose import compose_command, sweep_values
 from recipes.schema import Recipe
 from runtime.resolve import Resolved
 
-# What a comparison sets itself: the same for all variants, or nothing would be compared.
+# Knobs that the comparison sets itself, because they must be the same for all variants.
 OURS = {
     "run": "the comparison names its runs (NAME=...)",
     "stop_after": "the comparison ends its runs (STEPS=...)",
@@ -32,25 +32,25 @@ OURS = {
     "checkpoint.at_end": "the runs of a comparison are trials and save nothing",
     "checkpoint.interval": "the runs of a comparison are trials and save nothing",
 }
-# Set unless OVERRIDES or SWEEP do: neither is in any speed, both take time.
+# Set unless OVERRIDES or SWEEP set them: evaluation takes time and is part of no speed.
 UNLESS_GIVEN = {"eval_tokens": "0", "eval_every": "0"}
-# The first step of a run is warm-up; quartiles need two more.
+# The first step of a run is warm-up; quartiles need two more steps.
 FEWEST_STEPS, MOST_STEPS, MOST_REPEATS, MOST_RUNS = 3, 10**6, 100, 1000
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One point of the sweep: `words` are its overrides, `label` is for people."""
+    """One point of the sweep. `label` is its overrides as one text, for people."""
 
     label: str
-    slug: str  # part of its runs' names
-    words: tuple[str, ...]
-    digest: str  # of its whole recipe: it changes when a file under recipes/ does
+    slug: str  # part of the names of its runs
+    overrides: tuple[str, ...]
+    digest: str  # of the whole composed recipe: it changes when a file under recipes/ changes
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One run: a variant in a round (from 1)."""
+    """One run of the comparison: a variant in a round (counted from 1)."""
 
     variant: Variant
     round: int
@@ -58,8 +58,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A whole comparison."""
+class ComparisonPlan:
+    """A whole comparison, as comparison.json stores it."""
 
     name: str
     recipe: str
@@ -71,7 +71,7 @@ class Plan:
     variants: tuple[Variant, ...]
 
     def turns(self) -> list[Turn]:
-        """Every run, in the order in which they are started."""
+        """All runs, in the order in which they are started."""
         return [
             Turn(variant, number, run_name(self.name, variant.slug, number))
             for number in range(1, self.repeats + 1)
@@ -79,19 +79,19 @@ class Plan:
         ]
 
     def by_round(self) -> dict[int, list[str]]:
-        """Round -> names of its runs."""
+        """Map each round to the names of its runs."""
         found: dict[int, list[str]] = {}
         for turn in self.turns():
             found.setdefault(turn.round, []).append(turn.run)
         return found
 
-    def words(self, turn: Turn) -> list[str]:
-        """What `commands.pretrain` gets for a run."""
-        return [*command(self.recipe, self.overrides, turn.variant.words, self.steps),
+    def arguments(self, turn: Turn) -> list[str]:
+        """Arguments of `commands.pretrain` for one run."""
+        return [*command(self.recipe, self.overrides, turn.variant.overrides, self.steps),
                 f"run={turn.run}"]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for comparison.json; from_dict is the inverse."""
+        """Plain values for comparison.json."""
         return {"kind": "sweep", **json.loads(json.dumps(dataclasses.asdict(self)))}
 
 
@@ -104,12 +104,13 @@ def plan(
     steps: int,
     repeats: int,
     resolve: Any,
-) -> Plan:
-    """The comparison that a command line asks for.
+) -> ComparisonPlan:
+    """Plan the comparison that a command line asks for.
 
-    `resolve(recipe)` gives the Resolved of a recipe on the ranks. Raises UserError with every
+    `resolve(recipe)` returns the Resolved of a recipe on `ranks` ranks. Raises UserError with every
     problem of every variant.
     """
+    # Refuse what is wrong with the sweep itself.
     values = sweep_values(sweep)
     problems = refusals(values, overrides)
     choices = list(itertools.product(*values.values()))
@@ -120,20 +121,22 @@ def plan(
         )
     if problems:
         raise UserError(*problems)
+    # Compose and resolve every variant, and collect the problems of all of them.
     variants, stem, found = [], None, []
-    for words, slug in zip(choices, slugs(choices, list(values)), strict=True):
-        label = " ".join(words)
+    for choice, slug in zip(choices, slugs(choices, list(values)), strict=True):
+        label = " ".join(choice)
         try:
-            composed = compose_command(command(recipe, overrides, words, steps)).recipe
+            composed = compose_command(command(recipe, overrides, choice, steps)).recipe
             resolved: Resolved = resolve(composed)
             check_length(resolved, composed, steps)
         except UserError as error:
             found += [(label, line) for line in error.problems]
             continue
         stem = stem or composed.run
-        variants.append(Variant(label, slug, words, digest(composed)))
+        variants.append(Variant(label, slug, choice, digest(composed)))
     if found:
-        raise UserError(*told(found, len(choices)))
+        raise UserError(*problem_lines(found, len(choices)))
+    # Choose names that fit into a folder name.
     name = checked_name(name or f"{stem}-by-{'-'.join(last_parts(values))}", repeats)
     widest = LONGEST_NAME - len(run_name(name, "", repeats))
     if any(len(variant.slug) > widest for variant in variants):
@@ -141,14 +144,14 @@ def plan(
             dataclasses.replace(variant, slug=f"v{number:03d}")
             for number, variant in enumerate(variants, start=1)
         ]
-    return Plan(name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats,
+    return ComparisonPlan(name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats,
                 tuple(variants))  # fmt: skip
 
 
 def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
-    """What may not stand in SWEEP or OVERRIDES, and a sweep of nothing."""
+    """Problems of SWEEP and OVERRIDES themselves: forbidden knobs, and a sweep of one variant."""
     given = [(key, "SWEEP") for key in values]
-    given += [(word.partition("=")[0].lstrip("+~"), "OVERRIDES") for word in overrides]
+    given += [(one.partition("=")[0].lstrip("+~"), "OVERRIDES") for one in overrides]
     problems = [f"{where} sets {key}: {OURS[key]}" for key, where in given if key in OURS]
     problems += [
         f"{key} stands in SWEEP and in OVERRIDES; keep one of them"
@@ -162,12 +165,12 @@ def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
     return problems
 
 
-def command(recipe: str, overrides: Any, words: Any, steps: int) -> list[str]:
-    """recipe=NAME and every override of a run but its name."""
-    given = {word.partition("=")[0] for word in (*overrides, *words)}
+def command(recipe: str, overrides: Any, choice: Any, steps: int) -> list[str]:
+    """Arguments of a run without its name: recipe=NAME, and all overrides."""
+    given = {one.partition("=")[0] for one in (*overrides, *choice)}
     defaults = [f"{key}={value}" for key, value in UNLESS_GIVEN.items() if key not in given]
     return [
-        f"recipe={recipe}", *defaults, *overrides, *words, f"stop_after={steps}",
+        f"recipe={recipe}", *defaults, *overrides, *choice, f"stop_after={steps}",
         "log.communication=true", "checkpoint.interval=0", "checkpoint.at_end=false",
     ]  # fmt: skip
 
@@ -182,14 +185,14 @@ def check_length(resolved: Resolved, recipe: Recipe, steps: int) -> None:
 
 
 def read_count(variable: str, text: str, low: int, high: int) -> int:
-    """A count given as text. Raises UserError that names the variable."""
+    """Read a count from a variable of make. Raises UserError that names the variable."""
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not low <= int(text) <= high:
         raise UserError(f"{variable}={text[:80]!r} is not a number from {low} to {high:,}")
     return int(text)
 
 
 def checked_name(name: str, repeats: int) -> str:
-    """`name`, where it can be a folder and leaves room for its runs'. Raises UserError."""
+    """Return `name`. Raises UserError where it is no folder name, or too long for its runs."""
     try:
         folder_name(name)
     except ValueError as error:
@@ -197,23 +200,23 @@ def checked_name(name: str, repeats: int) -> str:
     if len(run_name(name, "v000", repeats)) > LONGEST_NAME:
         raise UserError(f"NAME={name} is too long for its runs' names; give a shorter one")
     if "=" in name:
-        raise UserError(f"NAME={name}: without '=', which means a value in an override")
+        raise UserError(f"NAME={name}: a name has no '=', which separates a knob and its value")
     return name
 
 
 def run_name(comparison: str, slug: str, number: int) -> str:
-    """Name of a variant's run in a round: it sorts by comparison, variant, round."""
+    """Name of a variant's run in a round. Names sort by comparison, variant, round."""
     return f"{comparison}.{slug}.r{number}"
 
 
 def slugs(choices: list[tuple[str, ...]], keys: list[str]) -> list[str]:
-    """A short name for each variant that folders and overrides take; numbers where two meet."""
+    """Short name of each variant for folder names; numbers where two names would be equal."""
     short = dict(zip(keys, last_parts(keys), strict=True))
     made = []
-    for words in choices:
+    for choice in choices:
         parts = []
-        for key, word in zip(keys, words, strict=True):
-            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", word.partition("=")[2]).strip("-.")
+        for key, override in zip(keys, choice, strict=True):
+            value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", override.partition("=")[2]).strip("-.")
             parts.append(f"{short[key]}-{value}")
         made.append(".".join(parts))
     if len(set(made)) < len(made):
@@ -222,7 +225,7 @@ def slugs(choices: list[tuple[str, ...]], keys: list[str]) -> list[str]:
 
 
 def last_parts(keys: Any) -> list[str]:
-    """`optim.lr` -> `lr`, where no other key ends alike."""
+    """Last part of each dotted key (`optim.lr` -> `lr`), where no other key ends in the same."""
     lasts = [key.rpartition(".")[2] for key in keys]
     return [
         last if lasts.count(last) == 1 else key.replace(".", "-")
@@ -230,8 +233,8 @@ def last_parts(keys: Any) -> list[str]:
     ]
 
 
-def told(problems: list[tuple[str, str]], num_variants: int) -> list[str]:
-    """(label, problem) pairs as lines; what every variant has is the recipe's, and said once."""
+def problem_lines(problems: list[tuple[str, str]], num_variants: int) -> list[str]:
+    """Lines for (label, problem) pairs. A problem that all variants have is printed once."""
     having: dict[str, list[str]] = {}
     for label, line in problems:
         having.setdefault(line, []).append(label)
@@ -242,7 +245,7 @@ def told(problems: list[tuple[str, str]], num_variants: int) -> list[str]:
 
 
 def digest(recipe: Recipe) -> str:
-    """Fingerprint of every knob of a recipe, but for its name and its last step."""
+    """Fingerprint of all knobs of a recipe except its name and its last step."""
     bare = dataclasses.replace(recipe, run=None, stop_after=None)
     text = json.dumps(dataclasses.asdict(bare), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
-One rule: a knob exists here or nowhere. `compose.py` checks a composed recipe against these classes
-and freezes it; `make knobs` prints them; a test fails on a knob that no code reads. Imports only
-`faults`, a part of it, and `values`, whose names it hands on, so that every folder may import it.
+Rule: a knob exists here or nowhere (`recipes.faults` is a part of this file). `recipes.compose`
+checks a composed recipe against these classes and freezes it; `make knobs` prints them; a test
+fails on a knob that no code reads.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -13,30 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from base.errors import Shared as Shared
-from base.errors import UserError as UserError
-from base.values import LARGEST_EXACT_FLOAT as LARGEST_EXACT_FLOAT
-from base.values import LARGEST_INT as LARGEST_INT
-from base.values import MANY as MANY
-from base.values import REQUIRED as REQUIRED
-from base.values import WIDE as WIDE
-from base.values import as_float as as_float
-from base.values import as_int as as_int
-from base.values import as_written as as_written
-from base.values import counted as counted
-from base.values import did_you_mean as did_you_mean
-from base.values import knob as knob
-from base.values import read_ranks as read_ranks
-from base.values import read_steps as read_steps
-from base.values import split_words as split_words
-from recipes.faults import Alerts as Alerts
-from recipes.faults import Health as Health
+from base.values import MANY, REQUIRED, WIDE, knob
+from recipes.faults import Alerts, Health
 
-# Knobs that had another name once: group -> {old name: name}. Recipes and checkpoints of that time
-# are read under it.
+# Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
 
-LONG = 10**7  # seconds: four months, which every timer takes
+LONG = 10**7  # seconds: four months; every timer accepts it
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -51,7 +34,7 @@ FP16 = (
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of the decoder, in Hugging Face's words (`LlamaConfig`)."""
+    """Shape of the decoder, under Hugging Face's names (`LlamaConfig`)."""
 
     vocab_size: int = knob(
         REQUIRED,
@@ -109,9 +92,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Skip:
-    """What of the data is left out. Ranges [first, end) are absolute data steps; they may overlap.
+    """Data that is left out. Ranges [first, end) are absolute data steps; they may overlap.
 
-    A range that is added to a run begins at data steps that are still ahead.
+    A range that is added to a run must begin at a data step that is still ahead.
     """
 
     advance: Any = knob(
@@ -132,7 +115,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on and how windows are cut from it."""
+    """The training data, and how it is divided into windows."""
 
     sources: dict[str, Source] = knob(
         REQUIRED, "name -> corpus, weight; the name is part of the order"
@@ -203,7 +186,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hardware, as far as the run must know it."""
+    """The hardware of a run."""
 
     device: str = knob(
         "auto", "auto = cuda where torch sees one, else cpu", choices=("auto", "cpu", "cuda")
@@ -279,7 +262,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of the axes of ranks. The data axis is what is left."""
+    """Sizes of the axes of ranks; the remaining factor of all ranks is the data axis."""
 
     tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
     sequence: bool = knob(
@@ -305,7 +288,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Log:
-    """What is written while training."""
+    """Output while training."""
 
     every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
     tensorboard: bool = knob(True, "write event files")
@@ -322,7 +305,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state of a run is saved, and which saves stay."""
+    """When the state of a run is saved, and which checkpoints are kept."""
 
     interval: Any = knob(
         0,
@@ -367,7 +350,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is watched of the machines while a run trains."""
+    """Readings of the machines while a run trains."""
 
     every_s: float | None = knob(
         None,
@@ -391,7 +374,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Restart:
-    """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
+    """Restarts: the launcher starts failed ranks again from the newest checkpoint."""
 
     attempts: int = knob(
         3,
@@ -426,6 +409,15 @@ class Watch:
     grace_s: int = knob(
         300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
     )
+
+
+def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens per step) of each piece of `batch_tokens`.
+
+    A constant batch is one piece from step 0 on.
+    """
+    is_ramp = isinstance(batch_tokens, list | tuple)
+    return tuple(batch_tokens) if is_ramp else ((0, batch_tokens),)
 
 
 @dataclass(frozen=True)

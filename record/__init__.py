@@ -1,19 +1,19 @@
 """The folder of a run, and what is written in it.
 
-alerts.py                  Tells people what they should know now: an event, a line on the con
-attempts.py                The attempts of a run in events.jsonl: each start of all ranks leaves
-bundle.py                  What a person needs when a run has stopped for good, in one folder
-environment.py             environment.json: under which conditions a run trained: code, versi
-event_lines.py             One event of events.jsonl as one line for a person
-forecast.py                How much of the time a run with failures gets useful work done, and
-goodput.py                 Where every second since a run's first attempt went
-heartbeat.py               What this rank is doing, for whoever watches it: one small file, re
-history.py                 history.jsonl: the decisions of a run, append-only: segments, skips
-presence.py                Whether a run lives now, what its first rank is doing, and whether
-records.py                 The line files of a run (metrics.jsonl, events.jsonl, ...): one str
-requests.py                What asks a run to end early, and how all ranks come to do so after
-resuming.py                Whether a run goes on, and from where: what its folder holds agains
-run_folder.py              The folder a run leaves behind: `runs/<run>/`, made once, by rank 0
-supervisor_log.py          The record of a run as its supervisor uses it, between two attempts
-trust.py                   Who else could write a run: folders that strangers may change are r
+alerts.py                  sends an alert to people: an event, a line on the console, a command
+attempts.py                the attempts of a run: how each ended, how far it came, what it cost
+bundle.py                  the folder with everything about a run that stopped for good
+environment.py             environment.json: code, versions and hardware of every start
+event_lines.py             one event of events.jsonl as one line for a person
+forecast.py                expected goodput of a run with failures, and the best save interval
+goodput.py                 the wall clock of a run, divided into useful and lost seconds
+heartbeat.py               the sign of life that each rank writes for the watchdog
+history.py                 history.jsonl: segments, skips, overrides and branches of a run
+presence.py                locks and signs of life: is a run alive, and who supervises it
+records.py                 reading, repairing and appending the JSON-lines files of a run
+requests.py                signals and `make stop`: how all ranks agree to end after one step
+resuming.py                whether a start continues a run, from which step, or is refused
+run_folder.py              runs/<run>/: made once by rank 0, guarded by a lock and a lease
+supervisor_log.py          what the supervisor reads and writes between two attempts
+trust.py                   refuses run folders that untrusted users could change
 """

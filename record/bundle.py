@@ -1,12 +1,12 @@
-"""What a person needs when a run has stopped for good, in one folder that can be sent around.
+"""The bundle: one folder with everything a person needs when a run has stopped for good.
 
-    runs/<run>/bundles/<name>/   what the writer knows: WHY.txt, verdict.json, hosts.json, ...
-                                 metrics.jsonl, events.jsonl, ledger.jsonl, logs/ (their ends)
-                                 history.jsonl and the run's own description
+    runs/<run>/bundles/<name>/   what the caller knows: WHY.txt, verdict.json, hosts.json, ...
+                                 the ends of metrics.jsonl, events.jsonl, ledger.jsonl and logs/
+                                 history.jsonl, recipe.yaml and the other files of the run
 
-The one rule: of the run nothing is new in it, and nothing in it is secret: all goes through
-`base.redaction`. It serves an attempt that stops by its health policy and the supervisor that gives
-a run up alike. Imports no torch. Units: bytes.
+It is written by an attempt that its health policy stops, and by the supervisor when it gives a run
+up. Rule: every text in it goes through `base.redaction`, so that it can be sent to others. Imports
+no torch. Units: bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WHOLE = ("history.jsonl", "recipe.yaml", "layout.json", "ds_config.json", "envir
 
 
 def write_bundle(folder: Path, name: str, known: Mapping[str, str]) -> Path:
-    """Put a bundle into the run's `folder`; its place. Raises OSError.
+    """Write a bundle into the run's `folder`; returns its path. Raises OSError.
 
-    `known` are texts by file name that the caller adds. It appears whole, under a name that no
-    earlier one has: `name`, or `name-2`, ...
+    `known` are texts by file name that the caller adds. The bundle appears whole, under a name that
+    no earlier one has: `name`, or `name-2`, ...
     """
     texts = dict(known)
     for target, source in ENDS.items():
@@ -42,7 +42,7 @@ def write_bundle(folder: Path, name: str, known: Mapping[str, str]) -> Path:
     bundles = folder / FOLDER
     bundles.mkdir(exist_ok=True)
     new = bundles / f".{name}.new"
-    shutil.rmtree(new, ignore_errors=True)  # of a writer that was killed
+    shutil.rmtree(new, ignore_errors=True)  # what a writer that was killed has left
     for target, text in texts.items():
         if text is not None:
             (new / target).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def write_bundle(folder: Path, name: str, known: Mapping[str, str]) -> Path:
 
 
 def tail(path: Path, most: int | None = TAIL_BYTES) -> str | None:
-    """The end of a file, from the beginning of a line; None where there is none."""
+    """The end of a file, from the beginning of a line; None where the file cannot be read."""
     try:
         with open(path, "rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - most) if most else 0

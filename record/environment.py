@@ -1,12 +1,12 @@
-"""environment.json: under which conditions a run trained: code, versions, hardware, layout, recipe.
+"""environment.json: the conditions of every start: code, versions, hardware, layout, recipe.
 
     {"commit": ..., "diff": {...}, "torch": ..., "layout": {...}, "recipe": {...},
      "segment": 1, "after_step": 80, "began": "2026-...", "earlier": [{...}, ...]}
 
-The one rule: with it, another person can put the same code and the same layout together again.
-What holds now stands at the top; those of earlier starts follow under `earlier`, oldest first,
-where they differ. Uncommitted changes are kept as a diff of bounded size; files that git does not
-know are named with their hashes, never copied; what looks like a secret is masked and said to be.
+With it, another person can put the same code and the same layout together again. The newest start
+stands at the top; earlier starts with other conditions follow under `earlier`, oldest first.
+Uncommitted changes are kept as a diff of limited size. Files that git does not track are named with
+their hashes and never copied. Text that looks like a secret is masked, and `reason` says so.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from record.run_folder import device_name, processor, versions
 FILE = "environment.json"
 MOST_DIFF_BYTES = 256 << 10
 MOST_UNTRACKED = 200  # files that are named
-MOST_HASHED_BYTES = 16 << 20  # of one file
-GIT_S = 30  # for an answer of git: a start does not wait for a slow shared disk
-# Files that hold secrets by custom; a diff of one is not recorded even where git tracks it.
+MOST_HASHED_BYTES = 16 << 20  # size of the largest file that is hashed
+GIT_S = 30  # time limit of one git command: a start does not wait for a slow shared disk
+# Files that usually hold secrets. Their diff is not recorded, even where git tracks them.
 SECRET_FILES = (".env*", "*.pem", "*.key", "id_rsa*", "*credentials*", ".netrc")
-# Says when and where conditions began to hold, not what they are.
+# Fields that say when and where the conditions began to hold, not what they are.
 PLACE = ("segment", "after_step", "began", "earlier")
 
 
 def environment(root: Path, device: Any) -> dict[str, Any]:
-    """Commit, uncommitted changes, versions, hardware; `device` is the torch.device of rank 0."""
+    """Commit, uncommitted changes, versions and hardware; `device` = torch.device of rank 0."""
     import torch  # here, because the launcher uses parts of this package and imports no torch
 
     return {
@@ -57,7 +57,7 @@ def environment(root: Path, device: Any) -> dict[str, Any]:
 
 
 def code(root: Path) -> dict[str, Any]:
-    """The commit of `root` and what differs from it; nulls where it is no repository of its own."""
+    """The commit of `root` and its uncommitted changes; nulls where `root` is no repository."""
     top = git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.decode().rstrip("\n")).resolve() != root.resolve():
         return {"commit": None, "uncommitted_changes": False, "diff": None, "untracked": {}}
@@ -118,7 +118,7 @@ def short_hash(path: Path) -> str | None:
 
 
 def record(folder: Path, found: dict[str, Any], segment: int, after_step: int) -> None:
-    """Put the conditions of a start on record, unless they are those of the segment's last one."""
+    """Record the conditions of a start, unless the segment's last start had the same."""
     known = read(folder)
     same = [entry for entry in known if entry.get("segment") == segment][-1:]
     plain = redacted(json.loads(json.dumps(found)), secret_values(os.environ))
@@ -139,7 +139,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def conditions(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry without when and where it began."""
+    """An entry without the fields that say when and where it began."""
     return {key: value for key, value in entry.items() if key not in PLACE}
 
 

@@ -1,6 +1,6 @@
 """One event of events.jsonl as one line for a person.
 
-The rule: every event is shown, also of a kind that this file does not know. Times are UTC, as in
+Rule: every event is shown, also one of a kind that this file does not know. Times are UTC, as in
 the file. Imports no torch.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 from base.units import duration
 from base.values import counted
 
-COMMON = ("time", "kind", "attempt", "segment", "launch")  # shown before, or of no use to a person
+COMMON = ("time", "kind", "attempt", "segment", "launch")  # shown before, or useless to a person
 
 
 def line_of(event: Mapping[str, Any]) -> str:
-    """One event for a person."""
+    """One event as a line: time, attempt and segment, kind, text."""
     when = f"{event['time'][:10]} {event['time'][11:19]}"
     text = TEXTS.get(event["kind"], plain_text)(event)
     segment = f".{event['segment']}" if event.get("segment") else ""
@@ -25,8 +25,8 @@ def line_of(event: Mapping[str, Any]) -> str:
 
 
 def plain_text(event: Mapping[str, Any]) -> str:
-    """What an event says in words; else its fields as `name value`, what is unknown left out."""
-    if event.get("text"):  # its fields say the same again, for programs
+    """The text of an event; where it has none, its fields as `name value` without empty ones."""
+    if event.get("text"):  # its fields repeat the text, for programs
         return event["text"] + (f" (step {event['step']})" if event.get("step") else "")
     known = {name: value for name, value in event.items() if name not in COMMON}
     return ", ".join(
@@ -35,7 +35,7 @@ def plain_text(event: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value in few letters."""
+    """A value in short form: four digits, lists in brackets."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
@@ -44,13 +44,13 @@ def plain(value: Any) -> str:
 
 
 def began_text(event: Mapping[str, Any]) -> str:
-    """An attempt begins."""
+    """Text of an attempt that begins."""
     where = f"after step {event['after_step']}" if event.get("after_step") else "from the start"
     return f"{where}, {counted(event['world'], 'rank') if 'world' in event else '? ranks'}"
 
 
 def saved_text(event: Mapping[str, Any]) -> str:
-    """A checkpoint."""
+    """Text of a save."""
     size_mib = event["checkpoint_gib"] * 1024
     size = f"{size_mib:,.1f} MiB" if size_mib < 1024 else f"{event['checkpoint_gib']:,.2f} GiB"
     return (
@@ -60,7 +60,7 @@ def saved_text(event: Mapping[str, Any]) -> str:
 
 
 def attempt_text(event: Mapping[str, Any]) -> str:
-    """An attempt is over."""
+    """Text of an attempt that is over."""
     if "cause" not in event:
         return began_text(event)
     who = "" if event.get("rank") is None else f", rank {event['rank']}"
@@ -78,7 +78,7 @@ def attempt_text(event: Mapping[str, Any]) -> str:
 
 
 def end_text(event: Mapping[str, Any]) -> str:
-    """Training ended in good order."""
+    """Text of a regular end: finished, stopped, preempted or interrupted."""
     known = dict(event)
     is_saved, peaks_gib = known.pop("is_saved", None), known.pop("peak_memory_gib", None) or []
     text = [plain_text(known), {True: "saved", False: "not saved", None: ""}[is_saved]]

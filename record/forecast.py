@@ -1,12 +1,13 @@
-"""How much of the time a run with failures gets useful work done, and how often it should save.
+"""Expected goodput of a run with failures, and the interval between saves that makes it largest.
 
-    formula      goodput = n s / (M exp((R)/M) (exp((n s + d) / M) - 1))
+    formula      goodput = n s / (M exp(R / M) (exp((n s + d) / M) - 1))
     simulator    failures drawn one by one, the clock advanced from save to save
 
-n steps of s seconds between saves, d = stall of a save, R = from a failure to training again, M =
-mean time between failures, which come at any moment, also in a restart (exponential). The formula
-is exact for that (J. T. Daly, "A higher order estimate of the optimum checkpoint interval", 2006,
-eq. 13); the simulator shares none of it but the assumptions. Units: seconds, steps.
+n steps of s seconds lie between two saves, d = stall of a save, R = time from a failure to training
+again, M = mean time between failures. Failures come at any moment, also during a restart
+(exponential distribution). The formula is exact under these assumptions (J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval", 2006, eq. 13). The simulator shares only the
+assumptions with it. Units: seconds, steps.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import math
 import random
 from dataclasses import dataclass
 
-# Steps that no run reaches between two saves.
+# More steps than any run trains between two saves.
 MOST_STEPS = 2**40
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run pays: a step, the stall of a save, and a failure until it trains again."""
+    """Seconds of a step, of the stall of a save, and from a failure to training again."""
 
     step_s: float
     stall_s: float
@@ -29,7 +30,7 @@ class Costs:
 
 
 def goodput(costs: Costs, mtbf_s: float, interval: int) -> float:
-    """Useful share of the wall clock with a save every `interval` steps, 0..1."""
+    """Useful share of the wall clock, 0..1, with a save every `interval` steps."""
     work_s = interval * costs.step_s
     exponent = (work_s + costs.stall_s) / mtbf_s
     if exponent + costs.restart_s / mtbf_s > 500:  # no save is ever reached
@@ -38,7 +39,10 @@ def goodput(costs: Costs, mtbf_s: float, interval: int) -> float:
 
 
 def best_interval(costs: Costs, mtbf_s: float) -> int:
-    """Steps between saves with the largest goodput: it rises, then falls."""
+    """Steps between saves with the largest goodput.
+
+    Goodput as a function of the interval has one maximum, so a ternary search finds it.
+    """
     low, high = 1, max(2, min(MOST_STEPS, math.ceil(20 * mtbf_s / costs.step_s)))
     while high - low > 2:
         third = (high - low) // 3
@@ -53,7 +57,7 @@ def best_interval(costs: Costs, mtbf_s: float) -> int:
 def simulate(
     costs: Costs, mtbf_s: float, interval: int, failures: int = 4000, seed: int = 0
 ) -> float:
-    """Useful share over so many injected failures; work counts from the save that holds it."""
+    """Useful share, 0..1, over `failures` injected failures; only saved work counts."""
     draw = random.Random(seed)
     work_s, stall_s = interval * costs.step_s, costs.stall_s
     wall_s = useful_s = 0.0

@@ -1,18 +1,16 @@
-"""Where every second since a run's first attempt went.
+"""Goodput: the wall clock of a run since its first attempt, divided into useful and lost seconds.
 
     useful     steps whose update is in the weights    redone   steps that were trained again later,
-    evaluate   evaluations                                      taken back, or skipped
+    evaluate   evaluations                                      rewound, or skipped
     stall      training waited for a save or a batch   start    imports, joining, the first step's
     load       a checkpoint was read                            extra time
     detect     from a failure to the end of all ranks  restart  the launcher, between two attempts
-    idle       nobody ran it                           other    what nobody claims
+    idle       no launcher ran                         other    seconds of no other part
 
-The one rule: each second belongs to exactly one part, so the parts add up to the wall clock. What
-they are taken from: the `attempt` lines and saves of events.jsonl, the steps of metrics.jsonl. A
-step
-that was trained again has left no line, so what a failed attempt cannot show for is `redone`.
-Imports
-no torch. Units: seconds.
+Rule: each second belongs to exactly one part, so that the parts add up to the wall clock. They are
+computed from the `attempt` lines and saves in events.jsonl and the steps in metrics.jsonl. A step
+that was trained again has no line any more, so the time of a failed attempt for which no step
+stands on record is `redone`. Imports no torch. Units: seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from base.units import duration
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import forecast
-from record.attempts import unix_s
+from record.attempts import Attempt, is_end, unix_s
 from record.presence import is_living
 from record.records import read_events, read_metrics
 
@@ -39,34 +37,14 @@ PARTS = {
     "useful": "steps whose update is in the weights",
     "evaluate": "evaluations",
     "stall": "training waited for a save or a batch",
-    "redone": "steps trained again later, taken back, or skipped",
+    "redone": "steps trained again later, rewound, or skipped",
     "start": "imports, joining, the first step's extra time",
     "load": "a checkpoint was read",
     "detect": "from a failure to the end of all ranks",
     "restart": "the launcher, between two attempts",
-    "idle": "nobody ran it",
-    "other": "what nobody claims",
+    "idle": "no launcher ran",
+    "other": "seconds of no other part",
 }
-FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
-
-
-@dataclass
-class Attempt:
-    """One attempt, from the start of its processes to the end of the last one."""
-
-    number: int
-    began_s: float  # time of day
-    ended_s: float
-    cause: str | None  # None = it goes on
-    steps: int  # that it trained, also those that others trained again
-    seconds: Mapping[str, float]
-    lines: list[Mapping[str, Any]] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether something broke."""
-        return self.cause in FAILURES
 
 
 def attempts_of(
@@ -92,27 +70,35 @@ def attempts_of(
         end, began, own = ended.get(number), begun.get(number), trained[number]
         if end:
             start_s, stop_s, seconds = end["began_unix_s"], end["ended_unix_s"], end["seconds"]
-            steps = (end.get("last_step") or 0) - (end.get("from_step") or 0)
+            from_step, last_step = end.get("from_step"), end.get("last_step")
         else:
             start_s, stop_s = began.get("started_unix_s", unix_s(began)), now_s
             load_s = loads[number]
             start = max(0.0, unix_s(began) - start_s - load_s)
-            seconds, steps = {"load": load_s, "start": start}, len(own)
-        cause = end["cause"] if end else None
-        found.append(Attempt(number, start_s, stop_s, cause, steps, seconds, own, stalls[number]))
+            seconds = {"load": load_s, "start": start}
+            from_step = began.get("after_step") or 0
+            last_step = from_step + len(own)
+        found.append(
+            Attempt(
+                start_s,
+                stop_s,
+                cause=end["cause"] if end else None,
+                number=number,
+                from_step=from_step,
+                last_step=last_step,
+                seconds=seconds,
+                lines=own,
+                stalls_s=stalls[number],
+            )
+        )
     return found
 
 
-def is_end(event: Mapping[str, Any]) -> bool:
-    """Whether it is the line of an attempt that is over; older runs began their attempts with
-    `attempt`.
-    """
-    return event["kind"] == "attempt" and "cause" in event
-
-
 def account(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds of each part, none below 0; their sum is the time from the first begin to the last
-    end, as far as clocks let it be known."""
+    """Seconds of each part, none below 0.
+
+    Their sum is the time from the first begin to the last end, as far as the clocks allow.
+    """
     total = dict.fromkeys(PARTS, 0.0)
     usual_s = usual_step_s(attempts)
     attempts = apart(attempts)
@@ -120,7 +106,7 @@ def account(attempts: Sequence[Attempt]) -> dict[str, float]:
         for name, seconds in account_attempt(attempt, usual_s).items():
             total[name] += seconds
     for before, attempt in itertools.pairwise(attempts):
-        gap_s = max(0.0, attempt.began_s - before.ended_s)
+        gap_s = max(0.0, attempt.began_unix_s - before.ended_unix_s)
         restart_s = max(0.0, min(gap_s, attempt.seconds.get("restart", 0.0)))
         total["restart"] += restart_s
         total["idle"] += gap_s - restart_s
@@ -128,12 +114,15 @@ def account(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 
 def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts, each ended where the next one begins at the latest: what two claim, because a
-    host that was cut off lived on, is the later one's. Where the next one seems to begin before
-    this one did, the clock was set back, and nothing can be taken from that."""
+    """The attempts, each one ended at the latest where the next one begins.
+
+    Two attempts can overlap because a host that was cut off ran on; the time is then the later
+    one's. Where the next one seems to begin before this one did, the clock was set back, and the
+    end stays as it is.
+    """
     found = [
-        replace(attempt, ended_s=min(attempt.ended_s, after.began_s))
-        if after.began_s > attempt.began_s
+        replace(attempt, ended_unix_s=min(attempt.ended_unix_s, after.began_unix_s))
+        if after.began_unix_s > attempt.began_unix_s
         else attempt
         for attempt, after in itertools.pairwise(attempts)
     ]
@@ -141,12 +130,10 @@ def apart(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
-    """Seconds of each part of one attempt. `usual_s`: a step that is not the first of an
-    attempt.
-    """
+    """Seconds of each part of one attempt. `usual_s` = a step that is not the attempt's first."""
     parts = {name: attempt.seconds.get(name, 0.0) for name in ("start", "load", "detect")}
     parts |= dict.fromkeys(("useful", "evaluate", "redone", "other"), 0.0)
-    parts["stall"] = sum(attempt.stalls)
+    parts["stall"] = sum(attempt.stalls_s)
     for line in attempt.lines:
         step_s, waited_s = line["step_s"] or 0.0, line["data_s"] or 0.0
         warm_s = max(0.0, step_s - waited_s - usual_s) if line["first_of_attempt"] else 0.0
@@ -155,13 +142,12 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
         parts["evaluate"] += line["eval_s"] or 0.0
         is_wasted = line.get("is_abandoned") or (line["skipped"] and line["targets"])
         parts["redone" if is_wasted else "useful"] += step_s - waited_s - warm_s
-    rest_s = attempt.ended_s - attempt.began_s - sum(parts.values())
+    rest_s = attempt.ended_unix_s - attempt.began_unix_s - sum(parts.values())
     if rest_s < 0:
         # Stamps of several clocks overlap a little. Where the clock was set back in this attempt,
-        # the
-        # seconds that were counted in it are what is known.
+        # only the seconds that were counted inside it are known.
         parts["useful"] += rest_s if -rest_s <= parts["useful"] else 0.0
-    elif attempt.is_failure or len(attempt.lines) < attempt.steps:
+    elif attempt.is_failure or len(attempt.lines) < attempt.num_steps:
         parts["redone"] += rest_s
     else:
         parts["other"] += rest_s
@@ -169,14 +155,14 @@ def account_attempt(attempt: Attempt, usual_s: float) -> dict[str, float]:
 
 
 def usual_step_s(attempts: Sequence[Attempt]) -> float:
-    """Median seconds of a step, the first of each attempt aside; of any where there is no other."""
+    """Median seconds of a step, without the first of each attempt where there are others."""
     every = [line for attempt in attempts for line in attempt.lines]
     steady = [line["step_s"] for line in every if not line["first_of_attempt"]]
     return statistics.median(steady or [line["step_s"] for line in every] or [0.0])
 
 
 def shares(total: Mapping[str, float]) -> dict[str, float]:
-    """Each part of the whole, 0..1."""
+    """Each part's share of the whole, 0..1."""
     whole = sum(total.values())
     return {name: seconds / whole if whole > 0 else 0.0 for name, seconds in total.items()}
 
@@ -190,9 +176,10 @@ def series(folder: Path) -> dict[str, float]:
 
 
 def read_attempts(folder: Path, now_s: float | None = None) -> list[Attempt]:
-    """The attempts of the run in `folder`. One that goes on has lived until now; one that ended
-    with
-    nobody left to say so, until its last sign."""
+    """The attempts of the run in `folder`.
+
+    An attempt that goes on ends now; one without a line about its end ends at its last sign.
+    """
     events = read_events(folder)
     if now_s is None:
         now_s = time.time() if is_living(folder) else last_sign_s(folder, events)
@@ -205,14 +192,14 @@ def read_attempts(folder: Path, now_s: float | None = None) -> list[Attempt]:
 
 
 def last_sign_s(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
-    """When the record was last written to."""
+    """The time of the last write to the record."""
     stamps = [unix_s(event) for event in events[-1:]]
     stamps += [p.stat().st_mtime for p in [folder / "metrics.jsonl"] if p.exists()]
     return max(stamps, default=0.0)
 
 
 def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
-    """What a step, a save and a failure cost this run, which has a step on record."""
+    """Seconds that a step, a save and a failure cost this run. It must have a step on record."""
     usual_s = usual_step_s(attempts)
     after_failure = [
         attempt for before, attempt in itertools.pairwise(attempts) if before.is_failure
@@ -222,7 +209,7 @@ def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
         sum(attempt.seconds.get(name, 0.0) for name in ("restart", "start", "load"))
         for attempt in after_failure or attempts[:1]
     ]
-    stalls = [stall for attempt in attempts for stall in attempt.stalls]
+    stalls = [stall for attempt in attempts for stall in attempt.stalls_s]
     return forecast.Costs(
         step_s=usual_s,
         stall_s=statistics.median(stalls) if stalls else 0.0,
@@ -231,7 +218,7 @@ def costs_of(attempts: Sequence[Attempt]) -> forecast.Costs:
 
 
 def report(name: str, attempts: Sequence[Attempt]) -> tuple[str, list[list[str]]]:
-    """The account for a person: one line, and rows of a table."""
+    """The account as text: a headline, and the rows of a table."""
     total = account(attempts)
     part = shares(total)
     whole_s = sum(total.values())
@@ -252,9 +239,10 @@ def report(name: str, attempts: Sequence[Attempt]) -> tuple[str, list[list[str]]
 def advice(
     attempts: Sequence[Attempt], mtbf_s: float | None, interval: int
 ) -> tuple[str, list[list[str]]]:
-    """What the interval between saves should be: one line, and rows of a table.
+    """The best interval between saves: a headline, and the rows of a table.
 
-    `interval` is the one in force, 0 = none. `mtbf_s` None: the run's own.
+    `interval` = steps between saves now, 0 = none. `mtbf_s` = mean time between failures; None =
+    the run's own.
     """
     total = account(attempts)
     failures = sum(attempt.is_failure for attempt in attempts)

@@ -1,14 +1,14 @@
-"""What this rank is doing, for whoever watches it: one small file, rewritten in place.
+"""The heartbeat of a rank: one small file, rewritten in place, that says what the rank is doing.
 
     start -> load -> step <-> evaluate, save -> end        phases
     "<rank> <phase> <step> <monotonic s> <parts>"          the line, padded to one length
 
-The one rule: a beat is one system call of the thread that trains, and no other thread beats for it.
-A rank that hangs, also one stuck in C with the interpreter's lock held, falls silent, which
-launch.ranks.watchdog hears. SIGUSR2 writes the stacks of all threads beside the beat, without that
-lock.
+Rule: a beat is one system call of the thread that trains, and no other thread beats for it. A rank
+that hangs, also one that is stuck in C and holds the interpreter's lock, stops beating, and
+launch.ranks.watchdog notices. SIGUSR2 writes the stacks of all threads into a file beside the beat;
+this works without the interpreter's lock.
 
-Imports no torch. Units: seconds. `parts` = micro-batches of the step, which its time grows with.
+Imports no torch. Units: seconds. `parts` = micro-batches of the step; its time grows with them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-VARIABLE = "PRETRAIN_BEATS"  # folder of this host's launcher
-LENGTH = 80
-SHOWN = ".beat"  # in the run folder: what rank 0 is doing, for `make status` on any host
+from base.run_variables import BEATS
+
+LENGTH = 80  # bytes of a beat
+SHOWN = ".beat"  # file in the run folder: what rank 0 is doing, for `make status` on any host
 SHOWN_LENGTH = 200
 SHOWN_EVERY_S = 5.0
-PHASES = {"eval": "evaluate", "save": "save"}  # of the loop's clock -> of the beat
+PHASES = {"eval": "evaluate", "save": "save"}  # phase of the loop's clock -> phase of the beat
 Item = TypeVar("Item")
 
 
 class Heart:
-    """The beats of this process; silent until `begin`, and where no launcher listens."""
+    """The beats of this process; none before `begin`, and none where no launcher reads them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
@@ -45,13 +46,13 @@ class Heart:
         self._shown_phase, self._shown_at = "", float("-inf")
 
     def begin(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Beat from now on, where a launcher listens; where none does SIGUSR2 dumps to stderr."""
-        folder, rank = environ.get(VARIABLE), environ.get("RANK", "0")
+        """Beat from now on where a launcher reads; where none does, SIGUSR2 dumps to stderr."""
+        folder, rank = environ.get(BEATS), environ.get("RANK", "0")
         self._rank = rank = int(rank) if rank.isdigit() else 0
         target: Any = sys.stderr
         if folder:
             path = Path(folder) / f"rank-{rank:05d}"
-            with contextlib.suppress(OSError):  # the launcher's folder is gone: nobody listens
+            with contextlib.suppress(OSError):  # the launcher's folder is gone: nobody reads
                 self._file = os.open(path.with_suffix(".beat"), os.O_WRONLY | os.O_CREAT, 0o600)
                 target = os.open(path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT, 0o600)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no usable stderr
@@ -59,25 +60,25 @@ class Heart:
         self.beat("start")
 
     def beat(self, phase: str, step: int | None = None, parts: int | None = None) -> None:
-        """This rank enters or is alive in `phase`; step and parts stay as they were if not given"""
+        """Record that this rank is in `phase`; step and parts stay as they are if not given."""
         self._phase = phase
         self._step = self._step if step is None else step
         self._parts = self._parts if parts is None else parts
         if self._file is not None:
             line = f"{self._rank} {phase} {self._step} {self._now():.3f} {self._parts}"
-            with contextlib.suppress(OSError):  # a beat that is lost ends no run
+            with contextlib.suppress(OSError):  # a lost beat must not end the run
                 os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
         if self._shown is not None:
             self._show()
 
     def show_in(self, run_folder: Path) -> None:
-        """Let people see this rank, the first one, in the run's folder, every few seconds."""
+        """Also write what this rank does into the run's folder, every few seconds (rank 0 only)."""
         with contextlib.suppress(OSError):
             self._shown = os.open(run_folder / SHOWN, os.O_WRONLY | os.O_CREAT, 0o644)
             self._show()
 
     def around(self, phase: Callable[[str], Any]) -> Callable[[str], Any]:
-        """The clock's `phase`, which then also tells the watch of evaluations and saves."""
+        """Wrap the clock's `phase` so that evaluations and saves also beat."""
 
         @contextlib.contextmanager
         def beating(name: str) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Heart:
         return beating
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, with a beat before each: a long phase that goes on is not silent."""
+        """Yield `items` with a beat before each, so that a long phase does not look like a hang."""
         for item in items:
             self.beat(self._phase)
             yield item
@@ -113,7 +114,7 @@ class Heart:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        with contextlib.suppress(OSError):  # a full disk, a file system that went away
+        with contextlib.suppress(OSError):  # a full disk, or a file system that went away
             text = json.dumps(fields)
             os.pwrite(self._shown, f"{text:<{SHOWN_LENGTH - 1}}\n".encode(), 0)
 

@@ -7,18 +7,16 @@
      "skips": [{"effect": "advance", "range": [85, 90], "from_step": 81, "why": ..., ...}]}
     {"kind": "branch", "segment": 1, "step": 120, "to": "tiny-b", ...}
 
-and at the end of each line `"digest": "0123456789abcdef"`, of its text (checkpoint.lineage).
+Each line ends with a digest of its text, `"digest": "0123456789abcdef"` (base.jsonl).
 
-The one rule: a line is never changed or removed; a later one speaks of later steps. A rewind with
-its skips is one line, so it happened or it did not. What happened by itself (attempts, alarms,
-saves)
-stands in events.jsonl. Units: steps; ranges [first, end) are of data steps.
+Rule: a line is never changed or removed; a later line is about later steps. A rewind and its skips
+are one line, so that a kill leaves all of it or nothing. Events without a decision (attempts,
+alarms, saves) stand in events.jsonl. Units: steps; ranges [first, end) count data steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -27,27 +25,29 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.durable import sync_folder
 from base.errors import UserError
+from base.jsonl import Line, drop_torn_line, encode
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
 from checkpoint.format.state import RunState
-from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
-from checkpoint.load.allowed_changes import ABSENT, Change
+from checkpoint.lineage import FILE, lineage, read, segments
+from checkpoint.load.allowed_changes import ABSENT, RecipeChange
 from recipes.schema import Data
 
-EFFECTS = ("advance", "no_update")  # of a skip: as in the recipe's data.skip
-WHO = ("operator", "policy", "resume")  # resume: what a segment went on from is damaged
+EFFECTS = ("advance", "no_update")  # effects of a skip, as in the recipe's data.skip
+WHO = ("operator", "policy", "resume")  # resume: the checkpoint a segment went on from is damaged
 
 Range = tuple[int, int]
 
 
 def begin(folder: Path, init_from: str | None, after_step: int = 0) -> int:
-    """The segment in which a start goes on after `after_step`; opens the first one of a new run,
-    whose weights came from `init_from`.
+    """The segment in which a start goes on after `after_step`.
 
-    Where what the current segment goes on from was damaged, and an older checkpoint had to be
-    loaded, a segment is opened from that one: whatever is recorded has one place in the lineage.
+    A new run gets its first segment; `init_from` = where its weights came from. Where the
+    checkpoint that the current segment began from is damaged, and an older one had to be loaded, a
+    new segment is opened from the older one, so that every record has one place in the lineage.
     """
     lines = read(folder)
     if not lines:
@@ -61,8 +61,8 @@ def begin(folder: Path, init_from: str | None, after_step: int = 0) -> int:
     return rewind(folder, after_step, None, why, "resume")["segment"]
 
 
-def overrides(folder: Path, changes: Iterable[Change], after_step: int) -> None:
-    """Deliberate changes that are in force from the step after `after_step`."""
+def overrides(folder: Path, changes: Iterable[RecipeChange], after_step: int) -> None:
+    """Record deliberate changes of knobs that are in force from the step after `after_step`."""
     segment = lineage(read(folder)).segment
     for change in changes:
         append(
@@ -81,12 +81,12 @@ def overrides(folder: Path, changes: Iterable[Change], after_step: int) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run can be taken back to: a committed checkpoint, or its start."""
+    """A point that a run can be rewound to: a committed checkpoint, or the run's start."""
 
     segment: int
     step: int
-    data_step: int  # that comes next
-    left_out: tuple[Range, ...] = ()  # data steps that the recipe itself leaves out
+    data_step: int  # the data step that comes next
+    left_out: tuple[Range, ...] = ()  # data steps that the recipe itself skips
 
 
 def rewind(
@@ -99,13 +99,13 @@ def rewind(
     effect: str = "advance",
     segment: int | None = None,
 ) -> Line:
-    """Take the run back to its checkpoint of `step` (0 = its start), leaving out data steps; the
-    line that opens the new segment.
+    """Rewind the run to its checkpoint of `step` (0 = its start), and skip data steps after it.
 
-    `skip` is a range of data steps, or several, that end after `step`'s. Skips in force that lie
-    ahead of the target stay in force. `segment` chooses a checkpoint of an abandoned one. The next
-    start of the run goes on from there; the caller holds the run's lock. Raises UserError with all
-    problems; then nothing was written.
+    Returns the line that opens the new segment. `skip` is one range of data steps or several; each
+    begins at or after the target. Skips in force that lie ahead of the target stay in force.
+    `segment` chooses a checkpoint of an abandoned segment. The next start of the run goes on from
+    there. The caller holds the run's lock. Raises UserError with all problems; nothing was written
+    then.
     """
     assert who in WHO, who
     assert effect in EFFECTS, effect
@@ -127,7 +127,7 @@ def rewind(
 def next_segment(
     lines: Sequence[Line], target: Target, skips: Sequence[Line], facts: Line, **origin: str
 ) -> Line:
-    """The line of a segment that goes on from `target`; `origin` names another run it is of."""
+    """The line of a segment that goes on from `target`; `origin` names the run it belongs to."""
     return {
         "kind": "segment",
         "segment": len(segments(lines)),
@@ -140,8 +140,10 @@ def next_segment(
 
 
 def find(folder: Path, lines: Sequence[Line], step: int, segment: int | None) -> Target:
-    """The checkpoint of `step` in the current lineage, or of an abandoned `segment`. Raises
-    UserError where there is none."""
+    """The checkpoint of `step` in the current lineage, or in an abandoned `segment`.
+
+    Raises UserError where there is none, or where it is damaged.
+    """
     opened = segments(lines)
     if not opened:
         raise UserError(
@@ -175,8 +177,10 @@ def find(folder: Path, lines: Sequence[Line], step: int, segment: int | None) ->
 def in_force(
     lines: Sequence[Line], segment: int | None = None, last_step: int | None = None
 ) -> list[Line]:
-    """The skips that hold in a segment (default: the current one), oldest first; of those, what was
-    in force by `last_step`."""
+    """The skips in force in a segment (default: the current one), oldest first.
+
+    With `last_step` only those that were in force by that step.
+    """
     opened = segments(lines)
     if not opened:
         return []
@@ -189,8 +193,10 @@ def in_force(
 
 
 def carried(lines: Sequence[Line], target: Target) -> list[Line]:
-    """Skips in force now that the target knows nothing of and that still lie ahead of it: what was
-    bad once stays left out. What the target has trained on already is past, and is cut off.
+    """Skips in force now that are younger than the target and lie ahead of it.
+
+    Data that was skipped once stays skipped. The part of a range that the target has trained on
+    already is past, and is cut off.
     """
     inherited, ahead = in_force(lines, target.segment, target.step), []
     for skip in in_force(lines):
@@ -204,7 +210,7 @@ def carried(lines: Sequence[Line], target: Target) -> list[Line]:
 def range_problems(
     ranges: Sequence[Range], target: Target, others: Sequence[Line], effect: str
 ) -> list[str]:
-    """What is wrong with ranges to be skipped after `target`, one line each."""
+    """Problems of ranges that are to be skipped after `target`, one line each."""
     problems = []
     known = [tuple(skip["range"]) for skip in others if skip["effect"] in (effect, "advance")]
     known += target.left_out
@@ -236,7 +242,7 @@ def is_covered(wanted: Range, ranges: Iterable[Range]) -> bool:
 
 
 def listed(skip: Range | Sequence[Range] | None) -> list[Range]:
-    """No, one or several ranges as a list."""
+    """No range, one range or several ranges as a list."""
     if skip is None:
         return []
     one_or_more = list(skip)
@@ -246,7 +252,7 @@ def listed(skip: Range | Sequence[Range] | None) -> list[Range]:
 
 
 def data_with_skips(data: Data, skips: Iterable[Line]) -> Data:
-    """A recipe's data with skips of the history beside the recipe's own."""
+    """The data of a recipe with the skips of the history added to the recipe's own."""
     added = {effect: [] for effect in EFFECTS}
     for skip in skips:
         added[skip["effect"]].append(tuple(skip["range"]))
@@ -257,8 +263,10 @@ def data_with_skips(data: Data, skips: Iterable[Line]) -> Data:
 
 
 def recorded(lines: Sequence[Line], step: int, recipe: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's recipe (nested) with what was changed on record after its `step`, in the
-    current segment: a start goes on from there, saved or not. Returns a copy.
+    """A copy of a checkpoint's recipe (nested) with the overrides recorded after its `step`.
+
+    Only overrides of the current segment count. A start compares with this recipe, because the
+    changes were accepted, also where no later checkpoint holds them.
     """
     current = lineage(lines).segment
     changed = json.loads(json.dumps(recipe))
@@ -270,23 +278,23 @@ def recorded(lines: Sequence[Line], step: int, recipe: dict[str, Any]) -> dict[s
 
 
 def describe(lines: Sequence[Line]) -> list[str]:
-    """What a person should know of the current segment and of what is left out; none at first."""
+    """Lines about the current segment and the skips in force; empty for a run without rewinds."""
     opened = segments(lines)
     if not opened:
         return []
-    line, told = opened[-1], []
+    line, found = opened[-1], []
     if line["parent"] is not None:
         parent = line["parent"]
         run = f" of run {parent['run']}" if "run" in parent else ""
-        told.append(
+        found.append(
             f"segment {line['segment']}: from step {parent['step']} of segment"
             f" {parent['segment']}{run}{reason(line)}"
         )
-    return told + [f"left out: {described(skip)}" for skip in in_force(lines)]
+    return found + [f"left out: {described(skip)}" for skip in in_force(lines)]
 
 
 def described(skip: Line, with_reason: bool = True) -> str:
-    """A skip in words."""
+    """A skip as text."""
     first, end = skip["range"]
     what = f"data step {first}" if end == first + 1 else f"data steps {first} to {end - 1}"
     counted = " (counted as steps)" if skip["effect"] == "no_update" else ""
@@ -295,13 +303,13 @@ def described(skip: Line, with_reason: bool = True) -> str:
 
 
 def reason(line: Line) -> str:
-    """Why, who and when, as far as it is known."""
+    """Reason, author and time of a line, as far as they are known."""
     why = f": {line['why']}" if line.get("why") else ""
     return why + (f" ({line['who']}, {line['since']})" if "who" in line else "")
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted knob in nested values; what is absent is removed."""
+    """Set a dotted knob in nested values; the value ABSENT removes it."""
     *names, last = key.split(".")
     for name in names:
         values = values.setdefault(name, {})
@@ -312,22 +320,15 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def now() -> str:
-    """UTC, to the second."""
+    """The time now: UTC, to the second, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def append(folder: Path, line: Line) -> None:
-    """Add one line, durably; it is whole or it is not there."""
-    text = encode(line)
+    """Append one line durably: after a crash it is whole, or it is not there."""
     path = folder / FILE
-    with open(path, "a+b", buffering=0) as file:
-        file.seek(0)
-        before = file.read()
-        kept = before.rfind(b"\n") + 1
-        if kept < len(before):
-            file.truncate(kept)  # a line that a kill tore
-        if file.write(text) != len(text):
-            file.truncate(kept)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    drop_torn_line(path)
+    with open(path, "ab", buffering=0) as file:
+        jsonl.append(file, encode(line))
         os.fsync(file.fileno())
     sync_folder(folder)

@@ -1,8 +1,8 @@
-"""Whether a run lives now, what its first rank is doing, and whether a launcher looks after it.
+"""Signs of life of a run, for commands that look at it from outside.
 
-The one rule: a run lives where somebody holds its lock; where locks do not reach another host, a
-recent sign of life counts. A launcher holds another one, also while no rank lives: before the first
-and between two attempts. For the commands that look at a run from outside; imports no torch.
+Rule: a run is alive while a process holds its lock. Where locks do not reach another host, a recent
+heartbeat of rank 0 counts. The launcher holds a second lock, also while no rank lives: before the
+first attempt and between two attempts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TextIO
 from record.heartbeat import SHOWN, SHOWN_EVERY_S
 
 LOCK, LAUNCHER = ".lock", ".launcher"
-# Of a rank on a host that shares no locks with this one.
+# Age of the last sign of life up to which a rank on a host without shared locks counts as alive.
 FRESH_S = 12 * SHOWN_EVERY_S
 FIELDS = {"phase", "step", "unix_s", "host", "pid"}
 
 
 def is_living(folder: Path) -> bool:
-    """Whether ranks of the run live now."""
+    """Whether ranks of the run are alive now."""
     if is_locked(folder):
         return True
     seen = shown(folder)
@@ -35,7 +35,7 @@ def is_living(folder: Path) -> bool:
 
 
 def is_locked(folder: Path, name: str = LOCK) -> bool:
-    """Whether a process holds a lock of the run, as far as this host can see."""
+    """Whether a process holds the lock file `name` of the run, as far as this host can see."""
     try:
         with open(folder / name) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -47,7 +47,7 @@ def is_locked(folder: Path, name: str = LOCK) -> bool:
 
 
 def launcher(folder: Path) -> str | None:
-    """Who starts the run, and starts it again: `process N on HOST`; None where nobody does."""
+    """The supervisor of the run as `process N on HOST`; None where it has none."""
     if not is_locked(folder, LAUNCHER):
         return None
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -56,8 +56,10 @@ def launcher(folder: Path) -> str | None:
 
 
 def attend(folder: Path) -> TextIO | None:
-    """Be the launcher of a run for as long as the file is open; None where another one is, or
-    there are no locks."""
+    """Hold the launcher's lock of a run for as long as the returned file is open.
+
+    None where another launcher holds it, or where the file system has no locks.
+    """
     file = None
     try:
         file = open(folder / LAUNCHER, "a+")  # noqa: SIM115  the lock is held by the open file
@@ -74,7 +76,7 @@ def attend(folder: Path) -> TextIO | None:
 
 
 def shown(folder: Path) -> dict[str, Any]:
-    """What rank 0 showed last: phase, step, unix_s, host, pid; empty where it showed nothing."""
+    """The last heartbeat of rank 0: phase, step, unix_s, host, pid; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = json.loads((folder / SHOWN).read_text())
         if isinstance(found, dict) and found.keys() >= FIELDS:

@@ -1,9 +1,9 @@
 """The line files of a run (metrics.jsonl, events.jsonl, ...): one strict-JSON object per line.
 
-One rule: a line is whole or it is not there. Lines are appended one by one, each in one write; what
-a killed process left half-written at the end of a file is dropped aloud when the next one opens it,
-and ignored by readers. Each line ends with a digest of its text. One that was damaged later stays
-where it is, and readers pass it over: it is a record, and no run waits for it; `damage` says so.
+Rule: a line is whole or it is not there. Lines are appended one by one, each in one write. A line
+that a killed process left half-written at the end of a file is ignored by readers, and the next
+writer drops it with a message. Each line ends with a digest of its text. A line that was damaged
+later stays where it is, and readers skip it: no run stops for it. `damage` reports it.
 
 Strict JSON knows no NaN and no infinity: a non-finite number is written as null and its field is
 named in an extra field `non_finite`, a list, present only where there is one:
@@ -16,29 +16,28 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
-import numbers
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from base.jsonl import append_line, decode, drop_torn_line
 from base.redaction import redacted, secret_values
-from base.tail import newest_lines, whole_bytes
+from base.tail import newest_lines
 from checkpoint import lineage
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
-# Of the end of each file that a start looks at: thousands of lines. All of a record of a million
-# steps would take minutes, in every attempt.
+# Size of the end of each file that a start checks: thousands of lines. To read the whole record of
+# a million steps would take minutes in every attempt.
 CHECKED_BYTES = 4 << 20
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 DEVICES = "devices.jsonl"  # one line per GPU and reading; nothing is removed at a restart
 LEDGER = "ledger/steps.jsonl"  # data.stream.ledger writes it
-RANKS = "ranks.jsonl"  # own seconds of every rank, every few steps; nothing is removed either
-# Fields that every version has written.
+RANKS = "ranks.jsonl"  # each rank's own seconds, every few steps; nothing is removed at a restart
+# Fields that every version has written into each line.
 METRICS_HAVE, EVENTS_HAVE = ("segment", "step", "attempt"), ("time", "kind", "attempt")
 LEDGER_HAVE = ("step", "data_step", "samples", "batch_hash", "tokens")
 OLD_NAMES = {"life": "attempt", "first_of_life": "first_of_attempt"}
@@ -47,69 +46,20 @@ HAVE = {
 }  # fmt: skip
 
 
-def strict_line(fields: Mapping[str, Any]) -> str:
-    """`fields` as one line of strict JSON, with its digest and newline; a tensor is a TypeError."""
-    non_finite: list[str] = []
-
-    def plain(value: Any, name: str) -> Any:
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        if isinstance(value, numbers.Integral):
-            return int(value)
-        if isinstance(value, numbers.Real):
-            if math.isfinite(value):
-                return float(value)
-            non_finite.append(name)
-            return None
-        if isinstance(value, Mapping):
-            return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
-        raise TypeError(
-            f"{name} is a {type(value).__name__}: only plain numbers, text, lists and mappings"
-        )
-
-    record = {name: plain(value, name) for name, value in fields.items()}
-    if non_finite:
-        record["non_finite"] = non_finite
-    return lineage.encode(record).decode()
-
-
-def append_line(path: Path, fields: Mapping[str, Any]) -> None:
-    """Add one line to `path` in a single write, so that two processes' lines never mix."""
-    with open(path, "ab", buffering=0) as file:
-        write_line(file, strict_line(fields))
-
-
-def write_line(file: BinaryIO, line: str) -> None:
-    """Append a line whole or not at all to an unbuffered file.
-
-    On a full disk a write can end early without an error; the part is then cut off again. Raises
-    OSError.
-    """
-    data = line.encode()
-    written = file.write(data)
-    if written != len(data):
-        file.truncate(os.fstat(file.fileno()).st_size - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-
-
 def repair(path: Path, log: Callable[[str], None] = print) -> bool:
-    """Drop the half-written last line of `path`, aloud; True if there was one."""
-    if not path.exists():
-        return False
-    size, kept = path.stat().st_size, whole_bytes(path)
-    if kept == size:
-        return False
-    with open(path, "r+b") as file:
-        file.truncate(kept)
-    log(f"{path}: dropped {size - kept} bytes of a half-written last line")
-    return True
+    """Drop the half-written last line of `path` and log that; True if there was one."""
+    dropped = drop_torn_line(path)
+    if dropped:
+        log(f"{path}: dropped {dropped} bytes of a half-written last line")
+    return dropped > 0
 
 
 def make_way(path: Path, log: Callable[[str], None] = print) -> None:
-    """Set aside, aloud, what stands in the place of a line file and cannot be read: a folder, a
-    bad sector in what a start looks at. Raises OSError where that does not help."""
+    """Move away what stands in the place of a line file and cannot be read, and report it.
+
+    Examples are a folder of that name, or a bad sector in the part that a start reads. Raises
+    OSError where moving does not help.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - CHECKED_BYTES))
@@ -126,8 +76,10 @@ def make_way(path: Path, log: Callable[[str], None] = print) -> None:
 
 
 def read_lines(path: Path, needed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The records of a line file, each with the fields `needed`; damaged lines, and a half-written
-    last one, are passed over."""
+    """The records of a line file that have the fields `needed`.
+
+    Damaged lines and a half-written last line are skipped.
+    """
     return list(_records(path, needed))
 
 
@@ -144,8 +96,10 @@ def _records(path: Path, needed: Collection[str]) -> Iterator[dict[str, Any]]:
 def newest_records(
     path: Path, needed: Collection[str] = (), most_bytes: float = math.inf
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(byte at which it begins, record or what is wrong with it) of each line that begins in the
-    last `most_bytes` of a file, newest first."""
+    """Yield (first byte, record or problem) of each line, newest first.
+
+    Only lines that begin in the last `most_bytes` of the file are read.
+    """
     from_byte = path.stat().st_size - most_bytes if path.is_file() else 0
     for begins, line in newest_lines(path):
         if begins < from_byte:
@@ -154,7 +108,7 @@ def newest_records(
 
 
 def damage(path: Path, needed: Collection[str] = (), most_bytes: float = math.inf) -> str | None:
-    """What is damaged in a line file, or in its last `most_bytes`, for a person; None: nothing."""
+    """Text about the damage in a line file, or in its last `most_bytes`; None = it is whole."""
     if path.is_dir():
         return f"{_shown(path)} is a folder, and what it held is missing here"
     found = newest_records(path, needed, most_bytes)
@@ -170,7 +124,7 @@ def damage(path: Path, needed: Collection[str] = (), most_bytes: float = math.in
 
 
 def _number_of(path: Path, begins: int) -> int:
-    """Number, from 1, of the line that begins at a byte."""
+    """Number, from 1, of the line that begins at byte `begins`."""
     number = 1
     with open(path, "rb") as file:
         while begins > 0:
@@ -184,14 +138,16 @@ def _shown(path: Path) -> str:
 
 
 def notes(folder: Path, most_bytes: float = CHECKED_BYTES) -> list[str]:
-    """What is damaged in the records of a run, or in the end of each, for a person."""
+    """Warnings about damaged lines in the records of a run, or in the end of each file."""
     return [f"warning: {text}" for text in _damages(folder, most_bytes)]
 
 
 def losses(folder: Path, after_step: int) -> list[str]:
-    """What is damaged or gone, in the last CHECKED_BYTES of each file, of the records of an attempt
-    that begins after `after_step`."""
-    told, chain = _damages(folder, CHECKED_BYTES), lineage.lineage_of(folder)
+    """Texts about damaged or missing lines, for an attempt that begins after `after_step`.
+
+    Only the last CHECKED_BYTES of each file are read.
+    """
+    found_losses, chain = _damages(folder, CHECKED_BYTES), lineage.lineage_of(folder)
     for name in (METRICS, LEDGER) if (folder / LEDGER).is_file() else (METRICS,):
         found = newest_records(folder / name, HAVE[name], CHECKED_BYTES)
         lines = chain.own(line for _, line in found if isinstance(line, dict))
@@ -199,25 +155,25 @@ def losses(folder: Path, after_step: int) -> list[str]:
         is_all = not steps or (folder / name).stat().st_size <= CHECKED_BYTES
         missing = after_step - (0 if is_all else min(steps) - 1) - len(steps)
         if missing > 0:
-            told.append(
+            found_losses.append(
                 f"{name} lacks {missing} of the steps up to {after_step}: they were trained, and"
                 " their lines are gone"
             )
     starts = {0, *(line["first_step"] - 1 for line in lineage.segments(lineage.read(folder)))}
     first = next(iter(read_events(folder, "began")), {})
-    if first.get("after_step", 0) not in starts:  # it went on from an attempt that left no word
-        told.append(f"{EVENTS} lacks the attempts before attempt {first['attempt']}")
-    return told
+    if first.get("after_step", 0) not in starts:  # it went on from an attempt without any line
+        found_losses.append(f"{EVENTS} lacks the attempts before attempt {first['attempt']}")
+    return found_losses
 
 
 def _damages(folder: Path, most_bytes: float) -> list[str]:
-    """What is damaged in each file, one line each."""
-    told = (damage(folder / name, needed, most_bytes) for name, needed in HAVE.items())
-    return [text for text in told if text]
+    """Texts about the damage in each file, one per damaged file."""
+    texts = (damage(folder / name, needed, most_bytes) for name, needed in HAVE.items())
+    return [text for text in texts if text]
 
 
 def read_line(line: bytes, needed: Collection[str] = ()) -> dict[str, Any] | str:
-    """The record of a line, or what is wrong with it."""
+    """The record of a line, or its problem as text."""
     try:
         record = parse_line(line)
     except ValueError as problem:
@@ -227,8 +183,11 @@ def read_line(line: bytes, needed: Collection[str] = ()) -> dict[str, Any] | str
 
 
 def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The newest records of a line file, however long it is, oldest first: at most `most`, and of
-    those what stands whole and undamaged in its last TAIL_BYTES. None where there is no file."""
+    """The newest records of a line file, oldest first: at most `most` of them.
+
+    Only the last TAIL_BYTES are read, however long the file is, and damaged lines are skipped.
+    Empty where there is no file.
+    """
     try:
         found = newest_records(path, needed, TAIL_BYTES)
         records = itertools.islice((one for _, one in found if isinstance(one, dict)), most)
@@ -238,23 +197,15 @@ def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[
 
 
 def parse_line(line: str | bytes) -> dict[str, Any]:
-    """One record, strictly: NaN and Infinity, which json.loads would accept, are a ValueError; and
-    so is a text that differs from its digest, where it has one (older lines have none)."""
-    text = line.encode() if isinstance(line, str) else line
-    if lineage.has_digest(text):
-        return with_new_names(lineage.decode(text.removesuffix(b"\n")))
+    """The record of a line, under the names of today.
 
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON value")
-
-    record = json.loads(line, parse_constant=refuse)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} is no record")
-    return with_new_names(record)
+    Raises ValueError for what `base.jsonl.decode` refuses: a wrong digest, or no JSON object.
+    """
+    return with_new_names(decode(line.encode() if isinstance(line, str) else line))
 
 
 def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of an older version with the names of today: an attempt was called a life."""
+    """A record of an older version under the names of today (an attempt was called a life)."""
     if "life" not in record or "attempt" in record:
         return record
     named = {OLD_NAMES.get(name, name): value for name, value in record.items()}
@@ -265,11 +216,10 @@ def with_new_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncate_after(path: Path, segment: int, step: int) -> int:
-    """Remove the lines of `segment` past `step`, which stand at the end of a metrics file; how many
-    they were. A damaged line stays.
+    """Remove the lines of `segment` past `step` from the end of a metrics file; returns how many.
 
-    A run that goes on from a checkpoint of step k writes k+1, k+2, ... again: (segment, step)
-    stays unique.
+    A run that goes on from a checkpoint of step k writes k+1, k+2, ... again, and (segment, step)
+    must stay unique. Damaged lines stay.
     """
     removed, kept, stay = 0, 0, []
     for begins, line in newest_lines(path):
@@ -294,12 +244,12 @@ def truncate_after(path: Path, segment: int, step: int) -> int:
 def read_metrics(
     path: Path, segment: int | None = None, fields: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl (`path`: it or the run folder) by segment and step, each once.
+    """The lines of metrics.jsonl, sorted by segment and step, each step once.
 
-    Where a step stands there twice (a copy taken between two attempts), the line of the later
-    attempt is
-    kept. `segment=None` reads all segments. Of each line only `fields` are kept, and what every
-    line has; a long run's take gigabytes. A half-written last line is ignored.
+    `path` is the file or the run folder. `segment=None` reads all segments. With `fields` only
+    these and METRICS_HAVE are kept of each line, because all lines of a long run take gigabytes.
+    Where a step has two lines (in a copy taken between two attempts), the later attempt's is kept.
+    A half-written last line is ignored.
     """
     path = Path(path)
     lines: dict[tuple[int, int], dict[str, Any]] = {}
@@ -312,9 +262,7 @@ def read_metrics(
 
 
 def record_event(folder: Path, kind: str, *, attempt: int, **fields: Any) -> None:
-    """Append UTC time, kind (an attempt, an alarm, a verdict), attempt and `fields` to
-    events.jsonl,
-    without secrets."""
+    """Append an event to events.jsonl: UTC time, kind, attempt and `fields`, without secrets."""
     fields = redacted(fields, secret_values(os.environ))
     record(Path(folder) / EVENTS, kind=kind, attempt=attempt, **fields)
 

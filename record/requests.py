@@ -1,14 +1,14 @@
-"""What asks a run to end early, and how all ranks come to do so after the same step.
+"""Requests to end a run early, and how all ranks come to end after the same step.
 
     SIGTERM, SIGUSR1, SIGHUP   preempted    save, exit 75: start again when there is room
     SIGINT (Ctrl-C)            interrupted  save, exit 130
     runs/<run>/stop.request    stopped      save, exit 0                     (`make stop`)
 
-The one rule: a signal only raises a flag, and the largest flag of all ranks counts. It travels with
-the step, in a message of four bytes beside training's own, sent before the step and read after it:
-nobody waits for it, and a request to any rank ends all of them after the next step, or the one
-after that. Before training nothing is lost, so the rank ends where it is. A second signal ends it
-at once (143 for SIGTERM). Imports torch only to send. Units: seconds.
+Rule: a signal only raises a flag, and the largest flag of all ranks counts. The flag travels with
+the step, in a message of four bytes beside the messages of training: it is sent before the step and
+read after it, so nobody waits for it. A request to any rank ends all ranks after the next step, or
+the one after that. Before training a rank ends at once, because nothing can be lost yet. A second
+signal also ends it at once (status 143 for SIGTERM). Imports torch only to send. Units: seconds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any
 from base.exits import FINISHED, INTERRUPTED, REQUEUE
 
 REQUEST = "stop.request"
-BETWEEN_LIVES = "asked between two attempts"  # reason of an end that no rank took part in
+BETWEEN_ATTEMPTS = "asked between two attempts"  # reason of an end in which no rank took part
 EARLY = "interrupted before the start; nothing is lost\n"
-LOOK_EVERY_S = 1.0  # at the request; on a network file system a look takes a message
-# One request may come twice: to this process by a signal of its own and through its launcher.
+LOOK_EVERY_S = 1.0  # for the request file; on a network file system each look costs a message
+# One request may arrive twice: as a signal to this process, and again through its launcher.
 AGAIN_S = 3.0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ends before its last step; `saves` = with a checkpoint of the step."""
+    """An end before the last step: its cause, its exit status, and whether it saves the step."""
 
     cause: str
     status: int
@@ -55,7 +55,7 @@ SIGNALS = {signal.SIGINT: 3, signal.SIGTERM: 4, signal.SIGUSR1: 4, signal.SIGHUP
 
 
 class AskedEarly(KeyboardInterrupt):
-    """A signal before training; `ending` says with which status to leave."""
+    """Raised by a signal before training; `ending` has the exit status."""
 
     def __init__(self, ending: Ending):
         super().__init__("asked to end before training")
@@ -76,15 +76,18 @@ class Requests:
         self._work: Any = None
 
     def listen(self, is_importing: bool = False) -> None:
-        """Catch the signals; what is ignored on purpose, as by nohup, stays ignored. While modules
-        are imported a signal ends the process where it is: an exception could get lost in them."""
+        """Catch the signals; those that are ignored on purpose, as by nohup, stay ignored.
+
+        While modules are imported (`is_importing`) a signal ends the process at once, because an
+        exception could be swallowed by the module that is being imported.
+        """
         self._is_importing = is_importing
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hear)
 
     def begin(self, run_folder: Path, timeout_s: float) -> None:
-        """Training begins; a collective. From here on a request waits for the end of a step."""
+        """Begin training: from here on a request waits for the end of a step. A collective."""
         import torch
         import torch.distributed as dist
 
@@ -98,7 +101,7 @@ class Requests:
         self._is_training = True
 
     def send(self) -> None:
-        """Before a step: tell the others; returns at once."""
+        """Send this rank's flag to the others, before a step; returns at once."""
         self._look()
         if self._group is not None:
             import torch.distributed as dist
@@ -109,8 +112,10 @@ class Requests:
             )
 
     def answer(self, is_last: bool = False) -> Ending | None:
-        """After the step: how all ranks end now, the same everywhere; None = they go on, or this
-        was the last step anyway."""
+        """The end that all ranks agree on, after the step; the same on every rank.
+
+        None = they go on, or this was the last step anyway.
+        """
         code = self._code
         if self._group is not None:
             self._work.wait()
@@ -118,12 +123,12 @@ class Requests:
         return None if is_last else ENDINGS.get(code)
 
     def now(self) -> Ending | None:
-        """Between two steps: how all ranks end now; a collective."""
+        """The end that all ranks agree on, between two steps. A collective."""
         self.send()
         return self.answer()
 
     def done(self) -> None:
-        """The request was carried out; the next start of the run is not to see it."""
+        """Remove the request that was carried out, so that the next start does not see it."""
         if self._request is not None:
             forget(self._request.parent)
 
@@ -151,14 +156,17 @@ class Requests:
 
 
 def ask(run_folder: Path, *, now: bool, who: str) -> None:
-    """Ask the run that owns the folder to end after its step; `now` = without a save."""
+    """Write a request: the run that owns the folder ends after its step; `now` = without a save."""
     new = run_folder / f".{REQUEST}.new"
     new.write_text(json.dumps({"now": now, "who": who, "unix_s": time.time()}) + "\n")
     os.replace(new, run_folder / REQUEST)
 
 
 def read_request(run_folder: Path) -> dict[str, Any] | None:
-    """The request that waits for the run, if there is one; an unreadable one asks for a save."""
+    """The request that waits in the folder; None = there is none, {} = it cannot be read.
+
+    A request that cannot be read counts as one for an end with a save.
+    """
     try:
         text = (run_folder / REQUEST).read_text()
     except OSError:
@@ -171,8 +179,8 @@ def read_request(run_folder: Path) -> dict[str, Any] | None:
 
 
 def forget(run_folder: Path) -> None:
-    """Take a request away."""
-    with contextlib.suppress(IsADirectoryError):  # a folder asks for nothing
+    """Remove the request."""
+    with contextlib.suppress(IsADirectoryError):  # a folder of this name is no request
         (run_folder / REQUEST).unlink(missing_ok=True)
 
 

@@ -1,9 +1,10 @@
-"""Whether a run goes on, and from where: what its folder holds against what is asked for now.
+"""Decides whether a start continues a run, and from which step, or has to be refused.
 
-    no folder -> new     folder without a checkpoint -> from step 0 again     checkpoint -> go on
+    no folder -> new run    folder without a checkpoint -> from step 0    checkpoint -> go on
 
-The one rule: a run that has a checkpoint never starts at step 0 unless resume=fresh asks for it.
-Pure reading, no torch: the launcher refuses by it before any rank starts, and rank 0 decides by it.
+Rule: a run that has a checkpoint never starts at step 0 unless resume=fresh asks for it. This file
+only reads, and imports no torch: the launcher refuses by it before any rank starts, and rank 0
+decides by it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 from base.errors import UserError
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import (
+    Manifest,
     all_committed,
-    committed,
     none_is_whole,
-    read_manifest,
     size_problems,
 )
 from checkpoint.format.state import RunState
 from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
-from checkpoint.load.allowed_changes import Change, check_resume
+from checkpoint.load.allowed_changes import RecipeChange, check_resume
+from checkpoint.load.choosing import newest_whole
 from recipes.schema import Data, Recipe
 from record.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
 from record.records import (
@@ -42,23 +43,25 @@ from record.records import (
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands before it starts. `step` 0 = nothing to go on from."""
+    """The state of a run before a start. `step` 0 = there is no checkpoint to go on from."""
 
     is_new: bool
     step: int
-    changes: list[Change]
+    changes: list[RecipeChange]
 
 
 def data_of(recipe: Recipe, folder: Path) -> Data:
-    """The recipe's data with what the history of the run in `folder` leaves out besides."""
+    """The data of a recipe with the skips in the history of the run in `folder` added."""
     if recipe.resume == "fresh":
         return recipe.data
     return data_with_skips(recipe.data, in_force(read(folder)))
 
 
 def left_behind(recipe: Recipe, file: Path, folder: Path) -> list[str]:
-    """What to say where the recipe is another run's, read from its folder: what that run's rewinds
-    leave out is no part of a recipe."""
+    """A note for a recipe that is read from another run's folder, whose rewinds skip data.
+
+    Those skips stand in the other run's history and not in its recipe. Empty where none is missing.
+    """
     source = file.parent.resolve()
     if file.name != MARK or source == folder.resolve():
         return []
@@ -78,7 +81,7 @@ def left_behind(recipe: Recipe, file: Path, folder: Path) -> list[str]:
 
 
 def as_words(data: Data) -> list[str]:
-    """Overrides that leave out what `data.skip` does."""
+    """Overrides that skip the same data as `data.skip`."""
     ranges = {effect: getattr(data.skip, effect) for effect in EFFECTS}
     return [
         f"data.skip.{effect}=" + json.dumps(some, separators=(",", ":"))
@@ -94,10 +97,10 @@ def standing(
     past: Callable[[int], dict[str, Any]],
     last_step: int,
 ) -> Standing:
-    """What `folder` says about starting `recipe`, which ends after `last_step`; `data_state` and
-    `past` are its stream's.
+    """The standing of the run in `folder` for a start of `recipe`, which ends after `last_step`.
 
-    Raises UserError: a folder of something else, a change that is not allowed.
+    `data_state` and `past` are those of the recipe's stream. Raises UserError for a folder that is
+    no run's, and for changes that are not allowed.
     """
     if not folder.exists() or recipe.resume == "fresh":
         return Standing(True, 0, [])
@@ -114,8 +117,10 @@ def standing(
 
 
 def refuse_lost_segments(folder: Path) -> None:
-    """Raise UserError where a segment has left traces and no line in the history: without it the
-    run would go on in another lineage, and train on what was left out."""
+    """Raise UserError where a segment has checkpoints or steps, but no line in the history.
+
+    Without that line the run would go on in another lineage, and train on data that was skipped.
+    """
     known = len(segments(read(folder)))
     seen = [segment for _, segment, _ in all_committed(folder / "checkpoints")]
     seen += [line["segment"] for line in last_lines(folder / METRICS, 1, METRICS_HAVE)]
@@ -128,25 +133,22 @@ def refuse_lost_segments(folder: Path) -> None:
 
 
 def newest_state(folder: Path, last_step: int) -> RunState | None:
-    """State of the newest checkpoint of the run's lineage whose manifest holds; None where none was
-    ever saved.
+    """State of the newest checkpoint of the lineage with a valid manifest; None = none was saved.
 
-    One that would end the run must have its files, too: nobody will load it and notice. Others are
-    not opened here, where every rank looks. Raises UserError where there are, or were, checkpoints
-    and none can be gone on from.
+    A checkpoint of the last step must have all its files, too, because nobody would load it and
+    notice. Files of other checkpoints are not opened here, because every rank comes here. Raises
+    UserError where checkpoints exist, or were saved once, and none can be used.
     """
-    checkpoints, damaged = folder / "checkpoints", []
-    for _, path in reversed(committed(checkpoints)):
-        try:
-            manifest = read_manifest(path)
-            problems = size_problems(path, manifest) if manifest.step >= last_step else []
-        except Damaged as error:
-            problems = error.problems
-        if not problems:
-            return read_state(manifest.state, path)
-        damaged.append((path, problems))  # said aloud when the older one is loaded
-    if damaged:
-        raise none_is_whole(damaged)
+    checkpoints = folder / "checkpoints"
+
+    def problems_of(path: Path, manifest: Manifest) -> list[str]:
+        return size_problems(path, manifest) if manifest.step >= last_step else []
+
+    choice = newest_whole(checkpoints, problems_of)
+    if choice.found:
+        return read_state(choice.found.manifest.state, choice.found.folder)
+    if choice.damaged:
+        raise none_is_whole(choice.damaged)
     current = lineage_of(folder)
     saves = [event for event in read_events(folder, "saved") if "step" in event]
     saved = [event["step"] for event in current.own(saves)]
@@ -166,8 +168,10 @@ def newest_state(folder: Path, last_step: int) -> RunState | None:
 
 
 def read_state(values: dict[str, Any], path: Path) -> RunState:
-    """The state in a manifest of `path`. Raises UserError: it is whole, so it is of another
-    version."""
+    """The state in the manifest of `path`.
+
+    Raises UserError where it cannot be read: its digest holds, so another version wrote it.
+    """
     try:
         state = RunState.from_dict(values)
         if "past" not in state.data:
@@ -185,11 +189,11 @@ def compare(
     data_state: dict[str, Any],
     past: Callable[[int], dict[str, Any]],
     lines: Sequence[dict[str, Any]] = (),
-) -> list[Change]:
-    """Differences between a checkpoint's recipe and data and those of now; what the run's history
-    (`lines`) has of changes since is no difference any more.
+) -> list[RecipeChange]:
+    """Differences between the recipe and data of a checkpoint and those of now.
 
-    Raises UserError with every one that is not allowed.
+    Changes that are recorded in the run's history (`lines`) are no differences. Raises UserError
+    with every difference that is not allowed.
     """
     stored = with_data(recorded(lines, state.step, state.recipe), state.data)
     now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
@@ -201,7 +205,7 @@ def compare(
 
 
 def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[str]:
-    """What the recipe of now would change of the steps that were trained, which are past."""
+    """Problems where the recipe of now would change the data of steps that were trained already."""
     step, was = state.step, state.data["past"]
     data_step = was["data_step"]
     problems = []
@@ -233,10 +237,11 @@ def changed_past(state: RunState, recipe: Recipe, past: dict[str, Any]) -> list[
 def with_data(
     recipe: dict[str, Any], data_state: dict[str, Any], known: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """A nested recipe with what it does not say of its data: which corpora, the version of their
-    order, the window that is permuted (by default the length of sequences).
+    """A nested recipe with the facts about its data that it does not contain itself.
 
-    `known`: names that a checkpoint has; a source beside them is new, which is a matter of weights.
+    These are the identity of the corpora, the version of the order, and the window that is permuted
+    (by default the sequence length). `known` = sources that a checkpoint has; a source that is not
+    among them is new, and is judged by its weight.
     """
     data = recipe["data"] | {"window_tokens": data_state["window_tokens"]}
     corpora = {

@@ -1,11 +1,12 @@
-"""The folder a run leaves behind: `runs/<run>/`, made once, by rank 0, just before training.
+"""The folder of a run, `runs/<run>/`: made once, by rank 0, just before training.
 
-    recipe.yaml  layout.json  ds_config.json  environment.json      what it was
+    recipe.yaml  layout.json  ds_config.json  environment.json      description of the run
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
-    .lock  lease/                                                   whose turn it is
+    .lock  lease/                                                   who may write
 
-The one rule: it has one writer. Two starts of one name never mix (a lock guards one host, the lease
-all of them), nothing in it is overwritten by another run, and a refused recipe leaves no folder.
+Rule: a run folder has one writer. A lock keeps out other starts on hosts that share locks, and the
+lease keeps out all others. Nothing in it is overwritten by another run, and a refused recipe leaves
+no folder.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from base.durable import replace_file
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.redaction import redact, redacted, secret_values
+from base.run_variables import FAMILY
 from checkpoint.format import epochs
 from checkpoint.save.lease import Lease, refuse_held, take
 from record.presence import LOCK
 from record.trust import refuse_unsafe
 
-FAMILY = "PRETRAIN_FAMILY"  # which supervisor started this process
 LOCKS: list[Lock] = []  # held until this process ends
-# What a run that goes on adds to. Not the logs: a rank's log that cannot be written costs no run.
+# Files and folders that a continued run appends to. Not the logs: a run can go on without them.
 ADDED_TO = (
     LOCK,
     "lease",
@@ -55,11 +56,11 @@ RECORDED_PACKAGES = (
 
 
 def open_folder(folder: Path, documents: dict[str, str | dict[str, Any]], is_fresh: bool) -> Lease:
-    """Make `folder`, or enter the one that is there, as its only writer, as long as the returned
-    lease is held by this process.
+    """Make `folder`, or open the existing one, and become its only writer.
 
-    `documents` (name -> text, or JSON) are put in place whole. With `is_fresh` a folder that exists
-    is set aside under another name first. Raises UserError when another process holds the run.
+    This process is the writer for as long as it holds the returned lease. `documents` (name ->
+    text, or values for JSON) are written whole. With `is_fresh` an existing folder is moved aside
+    first. Raises UserError when another process holds the run.
     """
     try:
         return _open_folder(folder, documents, is_fresh)
@@ -93,16 +94,14 @@ def _open_folder(folder: Path, documents: dict[str, Any], is_fresh: bool) -> Lea
 
 
 def end_fenced(problem: str) -> None:
-    """End this process at once: another attempt writes the run, and nothing here is of use to
-    it.
-    """
+    """End this process at once, because another attempt writes the run now."""
     print(f"refused: {problem}", file=sys.stderr, flush=True)
     os._exit(DO_NOT_RETRY)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock file, locked as long as it is open. `inode` tells it apart; 0 = no locks here."""
+    """A lock file, locked as long as it is open. `inode` identifies it; 0 = no locks here."""
 
     file: TextIO
     inode: int
@@ -113,8 +112,10 @@ class Lock:
 
 
 def hold(folder: Path, kind: int = fcntl.LOCK_EX, family: str = "") -> Lock:
-    """Lock a run folder. Raises UserError where another process of this host, or of one that shares
-    locks with it, has it, unless the supervisor of this one (`family`) has lost that one's host.
+    """Lock a run folder.
+
+    Raises UserError where another process on this host, or on one that shares locks with it, holds
+    the lock. The exception is a process of the same supervisor (`family`), which has lost its host.
     """
     file = open(folder / LOCK, "a")  # noqa: SIM115  the lock is held by the open file
     try:
@@ -130,12 +131,12 @@ def hold(folder: Path, kind: int = fcntl.LOCK_EX, family: str = "") -> Lock:
             f" to end, stop it, or choose another name (run={folder.name}-2)"
         ) from None
     except OSError:
-        return Lock(file, 0)  # some network file systems have no locks: the lease alone is a guard
+        return Lock(file, 0)  # some network file systems have no locks: only the lease guards then
     return Lock(file, os.fstat(file.fileno()).st_ino)
 
 
 def _holder(folder: Path) -> epochs.Holder | None:
-    """Who that is, as far as the lease says."""
+    """The process that holds the run, as far as the lease says; None where it is not known."""
     try:
         holder = epochs.read(folder, epochs.newest(folder))
     except OSError:
@@ -144,10 +145,10 @@ def _holder(folder: Path) -> epochs.Holder | None:
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raise UserError when another process of this host holds the run now, or its place cannot be
-    written, or others could write it.
+    """Raise UserError when the run is busy, cannot be written, or could be changed by strangers.
 
-    Asks for a shared lock, so that ranks that ask at once do not take each other for a writer.
+    Busy = another process holds it now. Asks for a shared lock, so that ranks that ask at the same
+    time do not take each other for a writer.
     """
     refuse_unwritable(folder)
     refuse_unsafe(folder)
@@ -158,8 +159,10 @@ def refuse_busy(folder: Path) -> None:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise UserError when the run's folder can be neither made nor written, or what a run that
-    goes on adds to cannot: the first save would be too late to find that out."""
+    """Raise UserError when the run's folder, or a file it appends to, cannot be written.
+
+    Without this check the first save would find out, which is too late.
+    """
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not parent.is_dir():
         raise UserError(f"run={folder.name}: {parent} is no folder; move it away")
@@ -181,13 +184,13 @@ def is_writable(path: Path) -> bool:
 
 
 def aside(folder: Path) -> Path:
-    """A free name beside `folder` for what was there before."""
+    """A free name beside `folder`, to which its present content can be moved."""
     numbers = (n for n in range(1, 10_000) if not Path(f"{folder}.before-{n}").exists())
     return Path(f"{folder}.before-{next(numbers)}")
 
 
 def processor() -> str | None:
-    """The CPU as Linux names it; None elsewhere."""
+    """The CPU's name as Linux gives it; None on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -197,12 +200,12 @@ def processor() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that can change a result."""
+    """Versions of the packages that can change a result; None where one is not installed."""
     return {name: _version(name) for name in RECORDED_PACKAGES}
 
 
 def device_name(device: Any) -> str | None:
-    """The GPU as torch names it, None for a CPU."""
+    """The GPU's name as torch gives it; None for a CPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None

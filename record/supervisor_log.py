@@ -1,7 +1,7 @@
-"""The record of a run as its supervisor uses it, between two attempts.
+"""The supervisor's access to the record of a run, between two attempts.
 
-The one rule: what cannot be read or written costs a line of the record, never the run. Imports no
-torch. Units: steps, seconds, bytes.
+Rule: a record that cannot be read or written costs a line of it, never the run. Imports no torch.
+Units: steps, seconds, bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,22 +18,22 @@ from base.errors import UserError
 from record import attempts
 from record.presence import LAUNCHER, attend
 from record.records import EVENTS, read_events, record_event
-from record.requests import BETWEEN_LIVES, forget, read_request
+from record.requests import BETWEEN_ATTEMPTS, forget, read_request
 
 ROOM_BYTES = 1 << 20  # more than the lines of an attempt take
 
 
 class SupervisorLog:
-    """The record of a run, for the supervisor: what is read and written between its attempts."""
+    """Reads and writes the record of one run between its attempts, for the supervisor."""
 
     def __init__(self, folder: Path, job: str = ""):
         self.folder, self._job = folder, job
-        self._place = (0, 0, 0)
+        self._progress = attempts.Progress()
         self._attempt: int | None = None  # that ended last
         self._attended: TextIO | None = None
 
     def attend(self) -> None:
-        """Let people see that the run has a launcher, as soon as it has a folder."""
+        """Hold the launcher's lock, as soon as the run has a folder, so that people can see it."""
         with contextlib.suppress(OSError):
             if self._attended is None or not os.path.samestat(
                 os.fstat(self._attended.fileno()), os.stat(self.folder / LAUNCHER)
@@ -40,24 +41,23 @@ class SupervisorLog:
                 self._attended = attend(self.folder)
 
     def new_launch(self) -> str:
-        """A name for a start of all ranks; those of one SLURM job begin alike."""
+        """A new name for a start of all ranks; names of one SLURM job have the same prefix."""
         return f"{self._job}.{secrets.token_hex(8)}"
 
     def has_begun(self) -> bool:
-        """Whether an earlier start of the same SLURM job began an attempt here: it was requeued."""
+        """Whether an earlier start of the same SLURM job began an attempt (it was requeued)."""
         events = read_events(self.folder, "began") if self._job and self.folder.is_dir() else []
         return any(event.get("launch", "").startswith(f"{self._job}.") for event in events)
 
-    def place(self) -> tuple[int, int, int]:
-        """(segment, newest step, newest saved step); those of before where none can be read."""
+    def progress(self) -> attempts.Progress:
+        """How far the run has come; as far as was known before where nothing can be read."""
         with contextlib.suppress(OSError, UserError):
-            mark = attempts.mark(self.folder)
-            self._place = mark.segment, mark.step, mark.saved_step
-        return self._place
+            self._progress = attempts.progress_of(self.folder)
+        return self._progress
 
     def trouble(self) -> str | None:
-        """Why nothing can be put on record now; None where it can, or nothing was yet."""
-        if self._place == (0, 0, 0):
+        """The reason why nothing can be recorded now; None where it can, or nothing was yet."""
+        if self._progress == attempts.Progress():
             return None
         probe = self.folder / f".room-{secrets.token_hex(8)}"
         try:
@@ -69,30 +69,32 @@ class SupervisorLog:
                 probe.unlink()
         return None
 
-    def close(self, launch: str, is_ours: bool, **how: Any) -> dict[str, Any] | None:
-        """Write the line of an attempt. A record that cannot be written costs the line, not the
-        run.
+    def close(self, launch: str, is_ours: bool, attempt: attempts.Attempt) -> attempts.Attempt:
+        """Write the line of an attempt; returns it with what the record knows of it.
+
+        A record that cannot be written costs the line, not the run: `number` is then None, as it
+        is where nothing had begun.
         """
         try:
-            line = attempts.close(self.folder, launch, attempts.Ended(**how), is_ours)
+            closed = attempts.close(self.folder, launch, attempt, is_ours)
         except (OSError, UserError) as error:
             print(f"warning: {self.folder / EVENTS}: {error}", file=sys.stderr)
-            return None
-        self._attempt = line["attempt"] if line else self._attempt
-        return line
+            closed = attempt
+        self._attempt = closed.number or self._attempt
+        return replace(closed, progress=self.progress())
 
     def stop_is_asked(self) -> bool:
-        """Whether `make stop` asked for the end; takes the request away."""
+        """Whether `make stop` asked for the end; records that and removes the request."""
         if read_request(self.folder) is None:
             return False
         with contextlib.suppress(OSError, UserError):
             attempt = max(1, attempts.next_number(self.folder) - 1)
-            record_event(self.folder, "stopped", attempt=attempt, reason=BETWEEN_LIVES)
+            record_event(self.folder, "stopped", attempt=attempt, reason=BETWEEN_ATTEMPTS)
             forget(self.folder)
         return True
 
     def has_told(self) -> bool:
-        """Whether the newest attempt itself said why it is the last one, and left a bundle."""
+        """Whether the newest attempt itself recorded why it is the last one, and left a bundle."""
         with contextlib.suppress(OSError, UserError):
             return any(
                 event["attempt"] == self._attempt for event in read_events(self.folder, "stop")
@@ -100,28 +102,29 @@ class SupervisorLog:
         return False
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Put something on record of the attempt that ended last, unless another start has begun
-        one
-        since: the record is that one's."""
+        """Record an event of the attempt that ended last.
+
+        Does nothing where another start has begun an attempt since: it owns the record now.
+        """
         with contextlib.suppress(OSError, UserError):
             if self._attempt is not None and self._attempt == attempts.next_number(self.folder) - 1:
                 record_event(self.folder, kind, attempt=self._attempt, **facts)
 
     def name(self) -> str:
-        """A name for what belongs to the newest attempt."""
+        """A file name for what belongs to the newest attempt: `attempt-3`."""
         with contextlib.suppress(OSError, UserError):
             return f"attempt-{attempts.next_number(self.folder) - 1}"
         return "attempt-unknown"
 
     def note(self, host: str, state: str, **facts: Any) -> None:
-        """Put on record what became of a host, where there is a record already."""
+        """Record what became of a host, where the run has a record already."""
         if (self.folder / EVENTS).is_file():
             with contextlib.suppress(OSError, UserError):
                 attempt = max(1, attempts.next_number(self.folder) - 1)
                 record_event(self.folder, "host", attempt=attempt, host=host, state=state, **facts)
 
     def failures(self) -> list[tuple[str, str, float]]:
-        """(host, cause, when) of all attempts, and of hosts that were found unfit."""
+        """(host, cause, unix_s) of all failed attempts, and of hosts that were found unfit."""
         with contextlib.suppress(OSError, UserError):
             return [
                 (event["host"], event["cause"], attempts.unix_s(event))

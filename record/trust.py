@@ -1,9 +1,9 @@
-"""Who else could write a run: folders that strangers may change are refused.
+"""Refuses run folders that untrusted users of the machine could change.
 
-Weights and recipe of a run are read back from its folder, and a digest is no signature: whoever may
-write the folder may change what is trained. The one rule: those who may change this project's code,
-own the folder that holds the run, or are root are trusted with it; nobody else is.
-What is made here is never writable by others, whatever the umask: `keep_to_owner`.
+Weights and recipe of a run are read back from its folder, and a digest is no signature: a user who
+may write the folder may change what is trained. Rule: root, users who may change this project's
+code, and the owner of the folder that holds the run are trusted; nobody else is. Files made by this
+project are never writable by others, whatever the umask: `keep_to_owner`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from checkpoint.format.manifest import NAME as MANIFEST
 from checkpoint.format.manifest import all_committed
 
 CODE = ROOT
-RECORD = (".json", ".jsonl", ".yaml")  # history, skips, what the run was
+RECORD = (".json", ".jsonl", ".yaml")  # history, skips, description of the run
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def keep_to_owner() -> None:
-    """Files and folders that this process and its children make are written by their owner only."""
+    """Set the umask so that only the owner may write what this process and its children make."""
     os.umask(os.umask(0o077) | OTHERS_WRITE)
 
 
@@ -47,7 +47,7 @@ class Access:
 
 
 def access(path: Path) -> Access:
-    """Of what `path` leads to."""
+    """Owner, group and mode of `path`, or of the target where it is a link."""
     found = os.stat(path)
     return Access(path, found.st_uid, found.st_gid, found.st_mode)
 
@@ -59,7 +59,7 @@ def refuse_unsafe(folder: Path, code: Path = CODE) -> None:
     places, known = [access(path) for path in weighty(folder)], access(code)
     trusted = {0, os.geteuid(), access(folder.parent).uid, known.uid}
     found = _risks(places, known, trusted)
-    # On file systems that map users or keep no modes, what one makes oneself looks foreign, too.
+    # On file systems that map users or keep no modes, one's own new files look foreign, too.
     own = own_access(folder) if found else None
     if own is not None:
         kept = [_without(place, own.mode & OTHERS_WRITE) for place in places]
@@ -79,8 +79,11 @@ def _risks(places: Iterable[Access], code: Access, trusted: set[int]) -> dict[st
 
 
 def weighty(folder: Path) -> list[Path]:
-    """What a start believes: folders and record of the run, the manifests of its checkpoints, which
-    hold the digests of all their files, and the files of the newest one."""
+    """The files and folders whose content a start relies on.
+
+    These are the folders and records of the run, the manifests of its checkpoints (which hold the
+    digests of all other files), and the files of the newest checkpoint.
+    """
     saved = [path for *_, path in all_committed(folder / "checkpoints")]
     paths = [folder, folder / "checkpoints", folder / "lease", folder / "ledger", *saved]
     paths += [path / MANIFEST for path in saved[:-1]]
@@ -92,7 +95,7 @@ def weighty(folder: Path) -> list[Path]:
 
 
 def judge(place: Access, code: Access, trusted: Iterable[int]) -> str | None:
-    """The risk of a place, None without one: everyone, the name of a group, or a user's number."""
+    """The risk of a place: `everyone`, `group <id>` or `user <id>`; None where there is none."""
     if place.uid not in trusted:
         return f"user {place.uid}"
     if place.mode & stat.S_IWOTH and not code.mode & stat.S_IWOTH:
@@ -107,8 +110,9 @@ def judge(place: Access, code: Access, trusted: Iterable[int]) -> str | None:
 
 
 def members(gid: int) -> set[str]:
-    """Names of all users whom the system knows to be in a group: none in a user's private group
-    but that user, none in a number that a container was given.
+    """Names of all users whom the system knows to be in a group.
+
+    A user's private group has only that user; a number without a name, as in containers, has none.
     """
     with contextlib.suppress(KeyError):
         listed = set(grp.getgrgid(gid).gr_mem)
@@ -117,7 +121,10 @@ def members(gid: int) -> set[str]:
 
 
 def own_access(folder: Path) -> Access | None:
-    """Of a folder that was just made there for the owner only; None where none can be made."""
+    """Access of a folder that is made inside `folder` for the owner only; None where that fails.
+
+    It shows how the file system changes owners and modes.
+    """
     try:
         made = tempfile.mkdtemp(prefix=".probe-", dir=folder)
     except OSError:

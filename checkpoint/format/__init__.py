@@ -1,10 +1,11 @@
-"""What a checkpoint is on disk.
+"""The files of a checkpoint folder. Nothing is pickled: JSON and raw tensor bytes only.
 
-blocks.py                  Files of a checkpoint as blocks with a digest each: a part can be c
-epochs.py                  Epochs: whose turn it is to write a run, as files that are made onc
-index.py                   What lies where: the index of the pieces a rank wrote, all indexes
-manifest.py                MANIFEST.json: the file that makes a folder a checkpoint, and the n
-rectangles.py              The algebra of pieces: a flat range of a (sharded) tensor as rectan
-state.py                   The small JSON state that goes with the tensors, and the random sta
-storage.py                 Bytes of a rank: fragments to one large file and an index, and rect
+blocks.py                  Reads files block by block and compares each block with its digest
+epochs.py                  Epochs: which attempt may write the run now
+index.py                   The index of all stored pieces, and plans for reading them
+index_file.py              Names of a rank's files, and its index as JSON; no torch
+manifest.py                MANIFEST.json, which makes a folder a checkpoint; names of folders
+rectangles.py              Pieces of tensors as rectangles: cutting, shifting, overlapping
+state.py                   The JSON state of a run, and the random states of one rank
+storage.py                 Writes tensors of a rank to its file, and reads pieces back
 """

@@ -1,8 +1,8 @@
-"""Files of a checkpoint as blocks with a digest each: a part can be checked without the whole.
+"""Files of a checkpoint are sequences of blocks, each with a digest: any part can be checked alone.
 
-The one rule: bytes are compared with their digest before anyone looks at what they say. A file is
-opened without following links. Damage raises `Damaged` with one line per problem: path and cause.
-Digests are xxh3-128 (xxhash.com): they find accidents, not forgery. Units: bytes.
+Rule: bytes are compared with their digest before they are interpreted. Files are opened without
+following links. Damage raises `Damaged`, with one line per problem that gives path and cause.
+Digests are xxh3-128 (xxhash.com); they detect accidents, not forgery. Units: bytes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import xxhash
 
 from base.values import counted
 
-# Small enough that a piece of a parameter cut over a thousand ranks costs little beside itself,
-# large enough that digests are a 60,000th of the data.
+# Small enough that reading one piece of a parameter which a thousand ranks share costs little more
+# than the piece itself; large enough that digests are a 60,000th of the data.
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 # Blocks read or written at once.
 WINDOW_BYTES = 16 * BLOCK_BYTES
-# What can be wrong with a checkpoint: other bytes; too few or too many; no file; a link, a pipe or
-# a name that leads elsewhere; an error of the disk; committed by a writer that had lost the run;
-# whole, but not what this project writes.
+# Kinds of damage, in this order: the bytes differ; there are too few, or too many; the file is
+# missing; it is a link, a pipe, or a name that leads elsewhere; the disk reports an error; the
+# writer had lost the run when it committed; the bytes are whole, but not in this format.
 KINDS = ("flipped", "truncated", "grown", "missing", "unsafe", "unreadable", "late", "malformed")
 KIND_OF_ERROR = {errno.ENOENT: "missing", errno.ELOOP: "unsafe", errno.ENXIO: "unsafe"}
 
 
 class Problem(str):
-    """A line about damage, with its kind."""
+    """One line that describes damage, with its kind."""
 
     kind: str
 
@@ -44,7 +44,7 @@ class Problem(str):
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written: `problems`, one line each."""
+    """A checkpoint differs from what was written. `problems` has one line for each difference."""
 
     def __init__(self, *problems: str, kind: str = "malformed"):
         self.problems = [p if isinstance(p, Problem) else Problem(p, kind) for p in problems]
@@ -52,17 +52,19 @@ class Damaged(Exception):
 
 
 def digest(data) -> bytes:
-    """xxh3-128 of a buffer, 16 bytes."""
+    """Return the xxh3-128 digest of a buffer, 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 def root(digests: Sequence[bytes]) -> str:
-    """One hexadecimal digest for a file, from those of its blocks in order."""
+    """Return the hexadecimal digest of a file, computed from those of its blocks in order."""
     return digest(b"".join(digests)).hex()
 
 
 def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
-    """Digests of a file of `num_bytes` from their hexadecimal text; Damaged unless they fit."""
+    """Split the hexadecimal text of a file's digests. Raises Damaged unless they are as many as a
+    file of `num_bytes` has blocks.
+    """
     try:
         joined = bytes.fromhex(text)
     except (TypeError, ValueError):
@@ -76,8 +78,8 @@ def split_digests(text: str, num_bytes: int, path: Path) -> list[bytes]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """File descriptor of a regular file, for reading; Damaged when it is missing, a link, no file,
-    or cannot be read.
+    """Open a regular file for reading and give its descriptor. Raises Damaged when it is missing, a
+    link, not a regular file, or cannot be read; OSErrors inside become Damaged, too.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -95,7 +97,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def check_size(descriptor: int, path: Path, num_bytes: int) -> None:
-    """Damaged unless the open file has exactly `num_bytes`."""
+    """Raise Damaged unless the open file has exactly `num_bytes`."""
     found = os.fstat(descriptor).st_size
     if found != num_bytes:
         kind = "truncated" if found < num_bytes else "grown"
@@ -105,7 +107,7 @@ def check_size(descriptor: int, path: Path, num_bytes: int) -> None:
 def read_blocks(
     descriptor: int, path: Path, first: int, buffer: memoryview, digests: Sequence[bytes]
 ) -> None:
-    """Fill `buffer` with the file from block `first` on and check each block that it holds.
+    """Fill `buffer` with the file from block `first` on, and check each block that is read.
 
     `buffer` ends where a block or the file ends. Raises Damaged; the buffer then holds nothing
     usable.
@@ -133,7 +135,7 @@ def read_blocks(
 def check_file(
     path: Path, num_bytes: int, digests: Sequence[bytes], blocks: Sequence[int] | None = None
 ) -> None:
-    """Read a file back and compare: all of it, or only `blocks`. Raises Damaged."""
+    """Read a file, or only `blocks` of it, and compare with its digests. Raises Damaged."""
     buffer = memoryview(bytearray(min(WINDOW_BYTES, max(num_bytes, 1))))
     with opened(path) as descriptor:
         check_size(descriptor, path, num_bytes)

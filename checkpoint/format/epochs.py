@@ -1,11 +1,10 @@
-"""Epochs: whose turn it is to write a run, as files that are made once.
+"""Epochs: each attempt of a run takes the next number, and only the newest number may write.
 
     runs/<run>/lease/00000007.json    who took epoch 7, and which checkpoints that attempt found
 
-The one rule: an epoch belongs to whoever made its file, and ends when the next file is made; making
-a file that must not exist is one step on every file system. Rank 0 of each attempt makes one.
-Nobody
-else's word counts: not the clock, not a lock. Units: whole numbers; nanoseconds where named.
+Rule: an epoch belongs to the process that created its file, and it ends when the next file is
+created. Creating a file that must not exist yet is atomic on every file system. Rank 0 of each
+attempt creates one. Clocks and locks do not decide. Units: whole numbers; nanoseconds where named.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from base.errors import Shared
 
 FOLDER = "lease"
 PATTERN = re.compile(r"(\d{8,18})\.json", re.ASCII)
-# Files of older epochs that stay, for people who ask which attempt wrote what.
+# Number of older epoch files that are kept, for people who ask which attempt wrote what.
 KEPT = 64
 
 
 class Fenced(Shared):
-    """Another attempt of the run has begun: this one must write nothing more. Raised on all
+    """Another attempt of the run has begun, so this one must write nothing more. Raised on all
     ranks.
     """
 
 
 class Fence(Protocol):
-    """What a writer asks before it makes anything final."""
+    """The check that a writer makes before anything becomes final."""
 
     epoch: int
 
@@ -42,32 +41,32 @@ class Fence(Protocol):
 
 
 class Open:
-    """Of a writer that nobody can take over from, as in tests."""
+    """Fence of a writer from which nobody can take over, as in tests."""
 
     epoch = 0
 
     def check(self) -> None:
-        """Nothing to ask."""
+        """Do nothing: this writer is always allowed to write."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who took an epoch. A process is its host, its place in that host, its number, its start."""
+    """The process that took an epoch, told apart by host, namespace, pid and start time."""
 
     epoch: int
-    token: str  # random: two folders of one name may count the same epochs
-    host: str  # for people
-    boot: str  # of the host's kernel
-    namespace: str  # of process numbers: containers of one host have their own
+    token: str  # random, because two folders of one name may count the same epochs
+    host: str  # host name, for people
+    boot: str  # boot id of the host's kernel
+    namespace: str  # of process ids: each container of a host has its own
     pid: int
-    start: str  # of the process, in the kernel's clock
+    start: str  # when the process started, in the kernel's clock
     lock: int  # inode of the lock file that it held; 0 = this file system has no locks
-    folder: int  # inode of the run's lease folder: a copied run is held by nobody
-    family: str = ""  # of starts by one supervisor, of which each succeeds the one before
+    folder: int  # inode of the run's lease folder, so that nobody holds a copied run
+    family: str = ""  # id of the supervisor, whose starts succeed each other
     is_released: bool = False
-    # Checkpoints there were when this attempt began: name -> epoch that wrote it, None =
-    # unreadable.
-    # A later one of an older epoch is the work of a writer that had lost the run.
+    # Checkpoints that existed when this attempt began: name -> epoch that wrote it; None means that
+    # its manifest was unreadable. A checkpoint of an older epoch that is not listed here was
+    # committed by a writer that had already lost the run.
     found: dict[str, int | None] | None = None
 
     def __str__(self) -> str:
@@ -75,12 +74,14 @@ class Holder:
 
 
 def path_of(run_folder: Path, epoch: int) -> Path:
-    """The file of an epoch."""
+    """Return the path of an epoch's file."""
     return run_folder / FOLDER / f"{epoch:08d}.json"
 
 
 def epochs(run_folder: Path) -> list[int]:
-    """All that were taken, ascending. Opening the folder makes network file systems look again."""
+    """Return all epochs taken so far, ascending. Opening the folder makes network file systems
+    refresh their cache.
+    """
     try:
         with os.scandir(run_folder / FOLDER) as entries:
             names = [PATTERN.fullmatch(entry.name) for entry in entries]
@@ -90,14 +91,13 @@ def epochs(run_folder: Path) -> list[int]:
 
 
 def newest(run_folder: Path) -> int:
-    """The epoch that may write; 0 = none was ever taken."""
+    """Return the epoch that may write; 0 = none was ever taken."""
     return max(epochs(run_folder), default=0)
 
 
 def read(run_folder: Path, epoch: int) -> Holder | None:
-    """Who took `epoch`; None where the file does not say, as when its maker died making it.
-
-    Raises OSError.
+    """Return the holder of `epoch`; None where the file is incomplete, for example because its
+    process died while it wrote. Raises OSError.
     """
     text = path_of(run_folder, epoch).read_bytes()
     try:
@@ -108,7 +108,7 @@ def read(run_folder: Path, epoch: int) -> Holder | None:
 
 
 def create(run_folder: Path, holder: Holder) -> bool:
-    """Take an epoch; False where somebody else was first. Raises OSError."""
+    """Take an epoch. Returns False where another process was first. Raises OSError."""
     path = path_of(run_folder, holder.epoch)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -123,7 +123,7 @@ def create(run_folder: Path, holder: Holder) -> bool:
 
 
 def rewrite(run_folder: Path, holder: Holder) -> None:
-    """Say more in the file of an epoch that one holds. Raises OSError."""
+    """Replace the file of an epoch that this process holds. Raises OSError."""
     replace_file(path_of(run_folder, holder.epoch), _text(holder))
 
 
@@ -132,15 +132,15 @@ def _text(holder: Holder) -> bytes:
 
 
 def forget(run_folder: Path, epoch: int) -> None:
-    """Remove the files of epochs long past."""
+    """Remove the files of all but the newest KEPT epochs."""
     for old in epochs(run_folder):
         if old <= epoch - KEPT:
             path_of(run_folder, old).unlink(missing_ok=True)
 
 
 def is_late(run_folder: Path, name: str, epoch: int) -> int | None:
-    """The epoch that had the run already when the checkpoint `name` of `epoch` appeared; None for a
-    checkpoint to be believed.
+    """Return the newer epoch that already had the run when the checkpoint `name` of `epoch` was
+    committed; None for a checkpoint that is valid.
     """
     for number in reversed(epochs(run_folder)):
         holder = read(run_folder, number)

@@ -1,12 +1,12 @@
-"""What lies where: the index of the pieces a rank wrote, all indexes as one, and read plans.
+"""The index of the pieces that each rank wrote, all indexes merged into one, and read plans.
 
     fragments --describe--> index of a rank (JSON)      all indexes --merge--> Index
     Index x fragments wanted --plan--> Jobs: which bytes of which file go where
 
 A rank's data file holds, for each group of pieces and each kind (weight, exp_avg, ...), the pieces
-one after another; so the index stores flat ranges only, and rectangles are worked out from them.
-The one rule: a plan is a pure function of indexes and fragments. No file is opened, nothing is
-asked of other ranks, any layout can plan from any other. Units: elements, unless named bytes.
+one after another; so the index stores flat ranges only, and rectangles are computed from them.
+Rule: a plan is a pure function of indexes and fragments. It opens no file and asks no other rank,
+and any layout can plan from any other. Units: elements, unless named bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """What a rank holds: elements [start, start + numel) of the flattened `box` of `name`.
+    """A piece that a rank holds: elements [start, start + numel) of the flattened `box` of `name`.
 
-    `kind` is "weight" or the optimizer's name of a state. `tensor` is one-dim, the live memory:
-    read by a save, filled by a load. `is_written` is false on all but one holder of replicated
+    `kind` is "weight", or the optimizer's name of a state. `tensor` is one-dimensional live memory,
+    which a save reads and a load fills. `is_written` is true on exactly one holder of replicated
     data.
     """
 
@@ -56,22 +56,24 @@ class Fragment:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.tensor.numel()
 
     @property
     def geometry(self) -> tuple:
-        """What all kinds of one piece have in common."""
+        """The values that all kinds of one piece share."""
         return self.name, self.box, self.start, self.count
 
     @property
     def dtype(self) -> str:
-        """Such as float32."""
+        """Name of the dtype, such as float32."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
 
 def describe(fragments: Iterable[Fragment]) -> tuple[list[dict], list[Fragment]]:
-    """(groups of the index, fragments in the order of the data file) of what this rank writes."""
+    """Return (groups of the index, fragments in the order of the data file) for what this rank
+    writes.
+    """
     pieces: dict[tuple, list[Fragment]] = defaultdict(list)
     for fragment in fragments:
         if fragment.is_written and fragment.count:
@@ -103,7 +105,7 @@ class Index:
     tensors: dict[str, int]  # name -> number
     shapes: list[tuple[int, ...]]  # full shape of each tensor
     stored: Rectangles  # `at` counts from the start of the section
-    section: np.ndarray  # (n,) which section a rectangle lies in
+    section: np.ndarray  # (n,) section that contains the rectangle
     first: np.ndarray  # (tensors + 1,) rectangles of tensor t are first[t] .. first[t + 1]
     files: np.ndarray  # (sections,) rank whose file holds the section
     bases: dict[str, np.ndarray]  # kind -> (sections,) first byte in the file, -1 where absent
@@ -111,22 +113,22 @@ class Index:
     file_bytes: list[int] = field(default_factory=list)  # rank -> size of its data file
 
     def rectangles(self, tensor: int) -> slice:
-        """Where the rectangles of one tensor lie."""
+        """Return the range of the rectangles of one tensor."""
         return slice(self.first[tensor], self.first[tensor + 1])
 
     def kinds(self, name: str) -> list[str]:
-        """Kinds stored of a tensor."""
+        """Return the kinds that are stored of a tensor."""
         sections = np.unique(self.section[self.rectangles(self.tensors[name])])
         return [kind for kind, bases in self.bases.items() if (bases[sections] >= 0).any()]
 
 
 def merge(indexes: Sequence[dict]) -> Index:
-    """One Index from those of rank 0, 1, ... Raises Damaged where they contradict each other."""
+    """Merge the indexes of rank 0, 1, ... Raises Damaged where they contradict each other."""
     merged = _Merge()
     for rank, index in enumerate(indexes):
         try:
             if index["format"] != FORMAT or index["rank"] != rank:
-                raise Damaged(f"index of rank {rank}: format or rank is another one")
+                raise Damaged(f"index of rank {rank}: it has another format or rank")
             merged.add(rank, index)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise Damaged(f"index of rank {rank}: {type(error).__name__} {error}") from error
@@ -134,7 +136,7 @@ def merge(indexes: Sequence[dict]) -> Index:
 
 
 class _Merge:
-    """Columns collected rank by rank."""
+    """Columns of an Index, collected rank by rank."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, int] = {}
@@ -147,7 +149,7 @@ class _Merge:
         self.last: tuple | None = None  # names and shapes of a group, and their numbers
 
     def add(self, rank: int, index: dict) -> None:
-        """Take one rank's index."""
+        """Add one rank's index. Raises ValueError, KeyError and the like for a malformed one."""
         end = 0
         for group in index["groups"]:
             boxes = [Box(tuple(f), tuple(s), d, o) for f, s, d, o in group["boxes"]]
@@ -155,7 +157,7 @@ class _Merge:
             starts, counts = (np.array(group[key], np.int64) for key in ("start", "count"))
             sizes = np.array([math.prod(b.shape) for b in boxes])[box]
             if (counts <= 0).any() or (starts < 0).any() or (starts + counts > sizes).any():
-                raise ValueError("a piece leaves its tensor")
+                raise ValueError("a piece lies outside its tensor")
             tensors = self._number(group["names"], box, boxes)
             before = np.cumsum(counts) - counts
             widths = np.array([matrix(b.shape)[1] for b in boxes], np.int64)[box]
@@ -176,7 +178,7 @@ class _Merge:
                 self.bases[-1][kind] = end
                 end += int(counts.sum()) * ITEM_BYTES[dtype]
         if end != index["bytes"]:
-            raise ValueError(f"pieces have {end} bytes, the file {index['bytes']}")
+            raise ValueError(f"pieces have {end} bytes, the file has {index['bytes']}")
         self.file_bytes.append(end)
 
     def _take(self, tensors: np.ndarray, rectangles: Rectangles) -> None:
@@ -184,7 +186,10 @@ class _Merge:
         self.columns.append((tensors, section, rectangles.bounds, rectangles.at))
 
     def _number(self, names: list[str], box: np.ndarray, boxes: list[Box]) -> np.ndarray:
-        """Numbers of the named tensors. Ranks under ZeRO-3 all name the same ones: look up once."""
+        """Return the numbers of the named tensors.
+
+        Under ZeRO-3 all ranks name the same tensors, so the last answer is kept and used again.
+        """
         if len(names) != len(box):
             raise ValueError("columns of different length")
         shapes = [boxes[b].full for b in box.tolist()]
@@ -201,7 +206,7 @@ class _Merge:
         return numbers
 
     def finish(self) -> Index:
-        """Sort by tensor."""
+        """Sort the columns by tensor, and return the Index."""
         empty = (
             np.zeros(0, np.int64),
             np.zeros(0, np.int64),
@@ -226,7 +231,9 @@ class _Merge:
 
 
 def holes(index: Index) -> list[str]:
-    """Problems: tensors of which not every element is stored exactly once, kind by kind."""
+    """Return a problem for each tensor and kind of which not every element is stored exactly
+    once.
+    """
     problems = []
     tensor = np.repeat(np.arange(len(index.shapes)), np.diff(index.first))
     sizes = np.array([math.prod(shape) for shape in index.shapes], np.int64)
@@ -255,7 +262,7 @@ def holes(index: Index) -> list[str]:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Rectangular copies from files to fragments; columns (n,) int64, by file and place."""
+    """Rectangular copies from files to fragments: columns (n,) int64, sorted by file and byte."""
 
     file: np.ndarray  # rank whose data file is read
     byte: np.ndarray  # of the first element, in the file
@@ -271,11 +278,12 @@ class Jobs:
 
 
 def plan(index: Index, fragments: Sequence[Fragment]) -> Jobs:
-    """What to read to fill `fragments`.
+    """Plan the reads that fill `fragments`.
 
-    Raises UserError naming every tensor or kind that the checkpoint lacks, or has in another shape
-    or dtype: it belongs to another model or optimizer.
+    Raises UserError with every tensor or kind that the checkpoint lacks, or stores with another
+    shape or dtype; such a checkpoint belongs to another model or optimizer.
     """
+    # All kinds of one piece share one search for the stored rectangles.
     pieces: dict[tuple, list[int]] = defaultdict(list)
     for i, fragment in enumerate(fragments):
         if fragment.count:
@@ -325,7 +333,9 @@ def _mismatch(index: Index, name: str, box: Box) -> str | None:
 
 
 def _find(index: Index, tensor: int, wanted: Rectangles) -> tuple[np.ndarray, dict]:
-    """Sections that hold parts of the wanted rectangles, and the copies as columns by name."""
+    """Find what is stored of the wanted rectangles: (section of each copy, columns of the copies by
+    name).
+    """
     own = index.rectangles(tensor)
     bounds, at, section = index.stored.bounds[own], index.stored.at[own], index.section[own]
     parts = []
@@ -351,7 +361,7 @@ def _columns(
     fragment: int,
     item_bytes: int,
 ) -> np.ndarray:
-    """(8, n): the columns of Jobs for one fragment."""
+    """Return the columns of Jobs for one fragment, (8, n)."""
     part = {key: column[has] for key, column in found.items()}
     byte = bases[section] + part["source"] * item_bytes
     number = np.full(len(section), fragment)

@@ -1,11 +1,11 @@
-"""MANIFEST.json: the file that makes a folder a checkpoint, and the names that may stand in it.
+"""MANIFEST.json, the file that makes a folder a checkpoint, and the names of folders and files.
 
     checkpoints/step-00001200/MANIFEST.json
     {"checksum": ..., "step": 1200, "files": {name: [bytes, digest]}, "state": {...}, ...}
 
-The one rule: nothing in a checkpoint is believed before the manifest's own checksum holds; it
-covers every byte of the file, itself counted as zeros. Names of files are matched against a fixed
-pattern that has no room for a path. Units: bytes.
+Rule: nothing in a checkpoint is used before the manifest's own checksum holds. It covers every
+byte of the file, with the checksum itself counted as zeros. Names of files must match a fixed
+pattern that cannot contain a path. Units: bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = 1
 NAME = "MANIFEST.json"
 FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.(bin|json)", re.ASCII)
 STEP_PATTERN = re.compile(r"step-(\d{8,18})(?:-segment-([1-9]\d{0,8}))?", re.ASCII)
-# Leftovers of a save or a removal that did not end: <step>.tmp-<epoch>, <step>.gone-<epoch>.
+# Leftovers of a save or a removal that was interrupted: <step>.tmp-<epoch>, <step>.gone-<epoch>.
 STALE_PATTERN = re.compile(rf"{STEP_PATTERN.pattern}\.(?P<kind>tmp|gone)-(?P<number>\d+)", re.ASCII)
 HEAD = '{"checksum":"'
 BLANK = "0" * 32
@@ -41,43 +41,47 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint says of itself."""
+    """The description of a committed checkpoint."""
 
     step: int
     epoch: int  # of the writer's lease
-    world: int  # ranks that wrote
-    state: dict[str, Any]  # of the run: see state.py
+    world: int  # number of ranks that wrote
+    state: dict[str, Any]  # of the run; see state.py
     files: dict[str, list]  # name -> [bytes, digest]
     format: int = FORMAT
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Size of all files but the manifest."""
         return sum(size for size, _ in self.files.values())
 
 
 def folder_name(step: int, segment: int = 0) -> str:
-    """step-00001200, or step-00001200-segment-1 of a run that was taken back: eight digits, so that
-    a listing sorts for people; code compares numbers. Segments never overwrite each other's.
+    """Return step-00001200, or step-00001200-segment-1 after a rewind.
+
+    Eight digits make listings sort well for people; code compares numbers. The segment in the name
+    keeps segments from overwriting each other's checkpoints.
     """
     return f"step-{step:08d}" + (f"-segment-{segment}" if segment else "")
 
 
 def segment_of(state: Any) -> int:
-    """The segment in a run's state; 0 where it has none."""
+    """Return the segment in a run's state; 0 where it has none."""
     return state.get("segment", 0) if isinstance(state, dict) else 0
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The text of the file, checksum first."""
+    """Return the text of the file, checksum first."""
     body = json.dumps(asdict(manifest), separators=(",", ":"), allow_nan=False)
     blank = f'{HEAD}{BLANK}",{body[1:]}\n'.encode()
     return blank.replace(BLANK.encode(), digest(blank).hex().encode(), 1)
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest; Damaged unless checksum, values and names of files are right. Raises UserError
-    for a format of another version: such a checkpoint is whole, and nobody's to pass over.
+    """Parse a manifest. Raises Damaged unless checksum, values and names of files are right.
+
+    Raises UserError for the format of another version: such a checkpoint is whole, so it must not
+    be passed over in silence.
     """
     head = HEAD.encode()
     stored = data[len(head) : len(head) + 32]
@@ -107,7 +111,7 @@ def _check(manifest: Manifest) -> None:
     numbers = (manifest.step, manifest.epoch, manifest.world)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("step, epoch and world must be whole numbers")
-    if len(manifest.files) != 2 * manifest.world:  # before anything of that size is made
+    if len(manifest.files) != 2 * manifest.world:  # checked before a set of that size is built
         raise ValueError(f"{len(manifest.files)} files are not those of {manifest.world} ranks")
     expected = {
         f"rank-{rank:05d}.{end}" for rank in range(manifest.world) for end in ("bin", "json")
@@ -123,8 +127,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed checkpoint folder. Raises Damaged, also for a link or another
-    step, or one committed by a writer that had lost the run.
+    """Read the manifest of a committed checkpoint folder.
+
+    Raises Damaged, also where the folder is a link, where its name gives another step or segment,
+    and where it was committed by a writer that had lost the run.
     """
     path = folder / NAME
     if folder.is_symlink():
@@ -143,15 +149,17 @@ def read_manifest(folder: Path) -> Manifest:
     after = is_late(folder.parent.parent, folder.name, manifest.epoch)
     if after is not None:
         raise Damaged(
-            f"{path}: of epoch {manifest.epoch}, committed when epoch {after} had the run already,"
-            " by a process that had been stopped for long; it is no checkpoint",
+            f"{path}: epoch {manifest.epoch} committed it when epoch {after} had the run already,"
+            " because its process had been stopped for long; it is no checkpoint",
             kind="late",
         )
     return manifest
 
 
 def size_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Files of a checkpoint that are missing or have another size, one line each; opens all."""
+    """Open each file of a checkpoint; return a line for each that is missing or has another
+    size.
+    """
     problems = []
     for name, (num_bytes, _) in manifest.files.items():
         try:
@@ -163,18 +171,22 @@ def size_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def none_is_whole(damaged: Sequence[tuple[Path, list[str]]]) -> UserError:
-    """What to say when every checkpoint is damaged: starting at step 0 must be asked for."""
+    """Return the error for a run of which every checkpoint is damaged: a start at step 0 must be
+    asked for.
+    """
     return UserError(
         *(problem for _, problems in damaged for problem in problems),
         f"{damaged[0][0].parent} holds {counted(len(damaged), 'checkpoint')} and none is whole;"
-        " repair one, or"
-        " start from step 0 with resume=fresh",
+        " repair one, or start from step 0 with resume=fresh",
     )
 
 
 def folder_with_checkpoints(name: str) -> Path | None:
-    """A folder given by path or by its name under runs/; it may have been copied without the rest
-    of its run, so `lineage.run_folder` asks for more."""
+    """Find a folder with checkpoints by its path or its name under runs/; None: there is none.
+
+    The checkpoints may have been copied without the rest of their run; `lineage.run_folder` insists
+    on a whole run.
+    """
     for path in (Path(name), Path("runs") / name):
         if (path / "checkpoints").is_dir():
             return path
@@ -182,8 +194,8 @@ def folder_with_checkpoints(name: str) -> Path | None:
 
 
 def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[int, Path]]:
-    """[(step, folder)] in numeric order of what was once committed and belongs to the run's current
-    lineage, or to `lineage`. Raises UserError where the run's history is damaged.
+    """List [(step, folder)], in numeric order, of all checkpoints that were committed and belong to
+    the run's current lineage, or to `lineage`. Raises UserError where the history is damaged.
     """
     chosen = lineage or lineage_of(checkpoints.parent)
     return [
@@ -193,14 +205,14 @@ def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[i
 
 
 def abandoned(checkpoints: Path) -> list[tuple[int, int, Path]]:
-    """[(step, segment, folder)] of what was committed before the run was taken back behind it."""
+    """List [(step, segment, folder)] of checkpoints that a rewind has left behind."""
     chosen = lineage_of(checkpoints.parent)
     return [found for found in all_committed(checkpoints) if not chosen.holds(found[1], found[0])]
 
 
 def all_committed(checkpoints: Path) -> list[tuple[int, int, Path]]:
-    """[(step, segment, folder)] in numeric order, of every segment; stray names and links are no
-    step.
+    """List [(step, segment, folder)] of every segment, in numeric order; other names and links are
+    ignored.
     """
     found = []
     try:
@@ -216,8 +228,8 @@ def all_committed(checkpoints: Path) -> list[tuple[int, int, Path]]:
 
 
 def disown(checkpoints: Path, epoch: int) -> None:
-    """Take their names from folders that `epoch` and older ones save into: none of them can be
-    committed from now on. Raises OSError.
+    """Rename the folders that `epoch` and older ones save into, so that none of them can be
+    committed any more. Raises OSError.
     """
     for path, kind, number in _stale(checkpoints):
         if kind == "tmp" and number <= epoch:
@@ -225,9 +237,10 @@ def disown(checkpoints: Path, epoch: int) -> None:
 
 
 def sweep(checkpoints: Path, epoch: int) -> list[str]:
-    """Remove what removals left, and unfinished saves of `epoch` and older ones; names that went.
+    """Remove the leftovers of removals, and unfinished saves of `epoch` and older ones; return
+    their names.
 
-    Never follows links; what cannot be removed stays, since only its own step is in its way.
+    Links are never followed. What cannot be removed stays: it only blocks a save of its own step.
     """
     gone = []
     for path, kind, number in _stale(checkpoints):
@@ -242,7 +255,7 @@ def sweep(checkpoints: Path, epoch: int) -> list[str]:
 
 
 def _stale(checkpoints: Path) -> list[tuple[Path, str, int]]:
-    """[(path, tmp or gone, number)] of leftovers."""
+    """List [(path, tmp or gone, number)] of leftovers."""
     found = []
     for entry in list(os.scandir(checkpoints)) if checkpoints.is_dir() else ():
         match = STALE_PATTERN.fullmatch(entry.name)

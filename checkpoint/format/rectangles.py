@@ -1,13 +1,13 @@
-"""The algebra of pieces: a flat range of a (sharded) tensor as rectangles of the full tensor.
+"""Pieces of tensors as rectangles: a flat range of a (sharded) tensor, in the full tensor.
 
     flat range of a shard --cut--> rectangles of the shard --shift--> rectangles of the full tensor
     stored rectangles x wanted rectangles --overlaps--> what to copy from where to where
 
-The one rule: every tensor is a matrix. All dims but the last are its rows, the last is its columns,
-a vector has one row; so two ranks that cut the same tensor in different ways talk about the same
-coordinates. A rectangle is a row of an int64 array (row0, row1, column0, column1), half-open, and
-lies dense in the buffer it comes from. Pure numpy on columns of numbers, because a large run has
-millions of rectangles. Units: elements.
+Rule: every tensor is treated as a matrix. All dims but the last are its rows, the last one is its
+columns, and a vector has one row; so ranks that shard the same tensor in different ways use the
+same coordinates. A rectangle is a row of an int64 array (row0, row1, column0, column1), half-open,
+and is stored without gaps in its buffer. The code is plain numpy on columns of numbers, because a
+large run has millions of rectangles. Units: elements.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Box:
-    """Where the tensor that a rank holds lies in the full tensor.
+    """Position, in the full tensor, of the tensor that a rank holds.
 
-    Whole (`dim` None), or a shard of it: `shape[dim]` of `full[dim]` from `offset` on, equal
-    elsewhere.
+    Either the whole tensor (`dim` None), or a shard: `shape[dim]` of `full[dim]` indices from
+    `offset` on, and every other dim in full.
     """
 
     full: tuple[int, ...]
@@ -36,19 +36,19 @@ class Box:
         sides = zip(self.full, self.shape, strict=True)
         differ = [d for d, (full, part) in enumerate(sides) if full != part]
         if any(side < 0 for side in self.full + self.shape) or differ not in ([], [self.dim]):
-            raise ValueError(f"shard {self.shape} of {self.full} is not a cut along dim {self.dim}")
+            raise ValueError(f"{self.shape} is not a shard of {self.full} along dim {self.dim}")
         if self.dim is not None and not (
             0 <= self.dim < len(self.full)
             and 0 <= self.offset <= self.full[self.dim] - self.shape[self.dim]
         ):
             raise ValueError(
-                f"shard {self.shape} at {self.offset} of dim {self.dim}: not in {self.full}"
+                f"shard {self.shape} at {self.offset} of dim {self.dim} lies outside {self.full}"
             )
 
 
 @dataclass(frozen=True)
 class Rectangles:
-    """n rectangles, each with the place of its first element in the buffer it is cut from."""
+    """n rectangles, each with the position of its first element in the buffer that holds it."""
 
     bounds: np.ndarray  # (n, 4) int64: row0, row1, column0, column1
     at: np.ndarray  # (n,) int64
@@ -58,28 +58,30 @@ class Rectangles:
 
     @property
     def measures(self) -> np.ndarray:
-        """(n,) uint64, see `measures`."""
+        """Pseudo-random sizes, (n,) uint64; see `measures`."""
         return measures(self.bounds)
 
     @property
     def areas(self) -> np.ndarray:
-        """(n,) number of elements of each."""
+        """Number of elements of each, (n,)."""
         row0, row1, column0, column1 = self.bounds.T
         return (row1 - row0) * (column1 - column0)
 
 
 def measures(bounds: np.ndarray) -> np.ndarray:
-    """A pseudo-random size of each rectangle, (n, 4) -> (n,) uint64, that adds up like an area.
+    """Return a pseudo-random size of each rectangle, (n, 4) -> (n,) uint64, that adds up like an
+    area.
 
-    Pieces have the sum of the whole exactly when they cover each element once (but for one chance
-    in 2^60): an overlap as large as a hole hides from areas, not from this. All sums modulo 2^64.
+    The sizes of pieces sum to that of the whole exactly when the pieces cover each element once
+    (except with probability 2^-60). Areas alone would not notice an overlap that is as large as a
+    hole. All sums are modulo 2^64.
     """
     rows, columns = _mixed(bounds[:, :2], 1), _mixed(bounds[:, 2:], 2)
     return (rows[:, 1] - rows[:, 0]) * (columns[:, 1] - columns[:, 0])
 
 
 def _mixed(values: np.ndarray, salt: int) -> np.ndarray:
-    """SplitMix64 (Steele et al. 2014) of coordinates: int64 -> uint64."""
+    """Mix coordinates with SplitMix64 (Steele et al. 2014): int64 -> uint64."""
     z = (values.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -87,17 +89,18 @@ def _mixed(values: np.ndarray, salt: int) -> np.ndarray:
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor of any number of dims."""
+    """Return (rows, columns) of a tensor with any number of dims."""
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
 def cut(
     starts: np.ndarray, stops: np.ndarray, columns: np.ndarray
 ) -> tuple[np.ndarray, Rectangles]:
-    """Flat ranges [start, stop) of matrices with `columns` columns -> (which range, rectangles).
+    """Turn flat ranges [start, stop) of matrices with `columns` columns into rectangles; returns
+    (index of the range, rectangles).
 
-    At most three each: the end of a first row, whole rows, the beginning of a last row. All
-    arguments are (n,) int64; `at` counts from the start of its own range. Empty ranges give no
+    Each range gives at most three: the end of a first row, whole rows, the beginning of a last row.
+    All arguments are (n,) int64; `at` counts from the start of its own range. Empty ranges give no
     rectangle.
     """
     starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
@@ -119,10 +122,12 @@ def cut(
 
 
 def shift(rectangles: Rectangles, box: Box) -> tuple[np.ndarray, Rectangles]:
-    """Rectangles of a shard -> (which one, rectangles of the full tensor), in the same order.
+    """Turn rectangles of a shard into (index of the rectangle, rectangles of the full tensor), in
+    the same order.
 
-    A shard along the last dim moves columns, along the first rows; along a dim between them its
-    rows lie apart in the full tensor, so a rectangle is cut where they do.
+    A shard along the last dim moves columns, one along the first dim moves rows. Along a dim
+    between them the rows of the shard are not adjacent in the full tensor, so rectangles are split
+    there.
     """
     bounds, at, source = rectangles.bounds.copy(), rectangles.at, np.arange(len(rectangles))
     if box.dim is None:
@@ -130,7 +135,7 @@ def shift(rectangles: Rectangles, box: Box) -> tuple[np.ndarray, Rectangles]:
     if box.dim == len(box.full) - 1:
         bounds[:, 2:] += box.offset
         return source, Rectangles(bounds, at)
-    inner = math.prod(box.full[box.dim + 1 : -1])  # rows per index of the cut dim
+    inner = math.prod(box.full[box.dim + 1 : -1])  # rows per index of the sharded dim
     run, period = box.shape[box.dim] * inner, box.full[box.dim] * inner
     if not len(at) or run == 0:
         return source, rectangles
@@ -147,14 +152,16 @@ def shift(rectangles: Rectangles, box: Box) -> tuple[np.ndarray, Rectangles]:
 
 
 def rectangles_of(box: Box, start: int, count: int) -> Rectangles:
-    """Elements [start, start + count) of the flattened shard as rectangles of the full tensor."""
+    """Return elements [start, start + count) of the flattened shard as rectangles of the full
+    tensor.
+    """
     _, columns = matrix(box.shape)
     _, pieces = cut(np.array([start]), np.array([start + count]), np.array([columns]))
     return shift(pieces, box)[1]
 
 
 def overlaps(wanted: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where one wanted rectangle (4,) meets stored ones (n, 4): (indices, common rectangles)."""
+    """Intersect one wanted rectangle (4,) with stored ones (n, 4): (indices, common rectangles)."""
     low = np.maximum(wanted[[0, 2]], stored[:, [0, 2]])
     high = np.minimum(wanted[[1, 3]], stored[:, [1, 3]])
     hits = np.flatnonzero((low < high).all(axis=1))
@@ -162,9 +169,11 @@ def overlaps(wanted: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def place(common: np.ndarray, bounds: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First element and row stride, in its buffer, of a rectangle `common` inside each of `bounds`.
+    """Return the first element and the row stride, in the buffer of each of `bounds`, of the
+    rectangle `common` inside it.
 
-    All are (n, 4), `at` is (n,); a rectangle's rows follow each other without gaps in its buffer.
+    Both are (n, 4) and `at` is (n,). The rows of a rectangle follow each other in its buffer
+    without gaps.
     """
     stride = bounds[:, 3] - bounds[:, 2]
     return at + (common[:, 0] - bounds[:, 0]) * stride + common[:, 2] - bounds[:, 2], stride

@@ -1,8 +1,9 @@
 """The small JSON state that goes with the tensors, and the random states of one rank.
 
-One integer of data position plus fingerprints is all the data state there is; the learning rate is
-a function of the step; weights and moments are tensors. The one rule: a state that cannot be read
-back in full is an error - never a default in its place. Units: steps, tokens.
+The state of the data is one integer of position plus fingerprints. The learning rate is a function
+of the step, and weights and moments are tensors, so neither is stored here. Rule: a state that
+cannot be read in full is an error; no default ever takes the place of a missing value. Units:
+steps, tokens.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ import numpy as np
 
 from checkpoint.format.blocks import Damaged
 
-# What must stand in a state for a run to go on from it: field -> its keys.
+# What a state must contain for a run to go on from it: field -> required keys.
 NEEDED = {
     "recipe": ("model", "data", "optim", "seq_len"),
     "data": ("order_version", "corpora", "window_tokens"),
     "health": ("skips_in_a_row", "skipped_steps"),
 }
-# Fields that older checkpoints do not have.
+# Fields that older checkpoints lack.
 LATER = {"saving"}
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands after update `step`."""
+    """State of a run after update `step`."""
 
     step: int
-    tokens: int  # trained on so far
-    optimizer_step: int  # updates that moved the weights; less than `step` after skipped ones
+    tokens: int  # tokens trained on so far
+    optimizer_step: int  # updates that changed the weights; less than `step` after skipped ones
     seed: int
     recipe: dict[str, Any]  # resolved, nested
-    data: dict[
-        str, Any
-    ]  # data.stream.stream's own: position, order version, fingerprints of corpora
+    # From data.stream.stream: position, order version, fingerprints of corpora.
+    data: dict[str, Any]
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     segment: int = 0  # of the run's history
-    health: dict[str, Any] = field(default_factory=dict)  # statistics of the verdicts
+    health: dict[str, Any] = field(default_factory=dict)  # statistics behind the verdicts
     saving: dict[str, Any] = field(default_factory=dict)  # checkpoint.interval=auto: the next save
-    recipe_hash: str = ""  # filled here
+    recipe_hash: str = ""  # computed here
 
     def __post_init__(self) -> None:
         expected = fingerprint(self.recipe)
@@ -54,34 +54,36 @@ class RunState:
         object.__setattr__(self, "recipe_hash", expected)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return plain values for the manifest."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunState:
-        """The inverse of `as_dict`. Raises Damaged for missing, unknown or wrong fields."""
+        """Invert `as_dict`. Raises Damaged for missing, unknown or wrong fields."""
         names = {one.name for one in fields(cls)}
         if not isinstance(values, dict) or set(values) | LATER != names:
             got = sorted(set(values) ^ names) if isinstance(values, dict) else type(values).__name__
             raise Damaged(f"state: missing or unknown fields {got}")
         for name in ("step", "tokens", "optimizer_step", "seed", "segment"):
             if type(values[name]) is not int or values[name] < 0:
-                raise Damaged(f"state: {name}={values[name]!r} is no count")
+                raise Damaged(f"state: {name}={values[name]!r} is not a count")
         for name, keys in NEEDED.items():
             if not isinstance(values[name], dict) or not values[name].keys() >= set(keys):
-                raise Damaged(f"state: {name} is without {', '.join(keys)}")
+                raise Damaged(f"state: {name} must have {', '.join(keys)}")
         return cls(**values)
 
 
 def fingerprint(value: Any) -> str:
-    """Hash of plain values, independent of the order of keys."""
+    """Return a hash of plain values that does not depend on the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def random_states(device: Any = None) -> dict[str, Any]:
-    """This rank's global generators - torch, numpy, Python, and the CUDA `device` - as JSON."""
-    import torch  # here, because the launcher reads the state and imports no torch
+    """Return the states of this rank's global random generators (torch, numpy, Python, and the CUDA
+    `device`) as JSON.
+    """
+    import torch  # inside, because the launcher uses this file and imports no torch
 
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -96,8 +98,10 @@ def random_states(device: Any = None) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: Any = None) -> None:
-    """Put back what `random_states` took. Raises Damaged, before any generator is touched."""
+    """Restore what `random_states` returned. Raises Damaged before any generator is changed."""
     import torch
+
+    # Decode and try every state on a generator of its own.
 
     try:
         kind, keys, position, has_gauss, cached = states["numpy"]
@@ -113,6 +117,7 @@ def restore_random_states(states: dict[str, Any], device: Any = None) -> None:
             cuda_state = torch.from_numpy(_decode(cuda_state, np.uint8))
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise Damaged(f"random state: {type(error).__name__}: {error}") from None
+    # Set the global generators.
     np.random.set_state(numpy_state)
     random.setstate(python_state)
     torch.set_rng_state(torch_state)

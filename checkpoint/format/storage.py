@@ -1,11 +1,11 @@
-"""Bytes of a rank: fragments to one large file and an index, and rectangles back into them.
+"""Writes the fragments of a rank to one large file and an index, and reads rectangles back.
 
     fragments -> staging buffer -> digest of each block -> rank-00007.bin, then rank-00007.json
     jobs, sorted by file and place -> blocks, compared with their digests -> fragments
 
-The one rule: a file is written once, front to back, and read only where a fragment wants something;
-no tensor format, no pickle. Memory beside the fragments themselves is one window of blocks.
-Units: bytes and elements, as named.
+Rule: a file is written once, front to back, and only the parts that a fragment needs are read;
+there is no tensor format and no pickle. Beside the fragments themselves this needs memory for one
+window of blocks. Units: bytes and elements, as named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,48 +28,26 @@ from checkpoint.format.blocks import (
     opened,
     read_blocks,
     root,
-    split_digests,
 )
 from checkpoint.format.index import FORMAT, ITEM_BYTES, Fragment, Index, Jobs, describe
-
-# What an index holds.
-COLUMNS = {"format": int, "rank": int, "bytes": int, "groups": list, "digests": str, "local": dict}
-
-# Called with the name of a moment and the rank before each open, write, fsync, rename, exchange and
-# commit. Tests kill or delay there.
-Point = Callable[[str, int], None]
-
-
-def nothing(name: str, rank: int) -> None:
-    """The usual `point`: does nothing."""
-
-
-def data_name(rank: int) -> str:
-    """File of a rank's tensors."""
-    return f"rank-{rank:05d}.bin"
-
-
-def index_name(rank: int) -> str:
-    """File of a rank's index."""
-    return f"rank-{rank:05d}.json"
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """OSErrors inside carry `path`, also those of calls that know only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from error
+from checkpoint.format.index_file import (
+    Point,
+    data_name,
+    index_name,
+    naming,
+    nothing,
+    write_all,
+    write_file,
+)
 
 
 def write_rank(
     folder: Path, rank: int, fragments: Iterable[Fragment], local: dict, point: Point = nothing
 ) -> dict[str, list]:
-    """Write what this rank owns and its index, durably; {file name: [bytes, digest]}.
+    """Write the pieces that this rank owns, and their index, durably; {file name: [bytes, digest]}.
 
     `local` is JSON of this rank alone (random states). Raises OSError with the path, and
-    FileExistsError when a file is already there.
+    FileExistsError when a file already exists.
     """
     groups, ordered = describe(fragments)
     path = folder / data_name(rank)
@@ -99,24 +76,11 @@ def write_rank(
     }
 
 
-def write_file(path: Path, data: bytes, rank: int, point: Point, what: str) -> None:
-    """A new file with `data`, fsynced. Raises OSError with the path."""
-    with naming(path):
-        point(f"open {what}", rank)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            point(f"write {what}", rank)
-            _write_all(descriptor, memoryview(data))
-            point(f"fsync {what}", rank)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of one-dim tensors in order, as few one-dim uint8 tensors as their memory allows.
+    """Give the bytes of one-dimensional tensors in order, as few uint8 tensors as their memory
+    allows.
 
-    Pieces of a flat partition, and of a snapshot, lie one behind the other.
+    Pieces of a flat partition, and those of a snapshot, are neighbours in memory and become one.
     """
     waiting: torch.Tensor | None = None
     for tensor in tensors:
@@ -133,13 +97,15 @@ def runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether two uint8 tensors are neighbours in one storage."""
+    """Return whether two uint8 tensors are neighbours in one storage."""
     storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return storage and before.data_ptr() + before.numel() == after.data_ptr()
 
 
 class _Writer:
-    """A file that grows window by window, each block digested before it is written."""
+    """A file that grows window by window; the digest of each block is taken before it is
+    written.
+    """
 
     def __init__(self, path: Path, rank: int, point: Point, pinned: bool):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -150,7 +116,9 @@ class _Writer:
         self.digests: list[bytes] = []
 
     def append(self, source: torch.Tensor) -> None:
-        """Add a one-dim uint8 tensor. Whole windows of host memory are written where they lie."""
+        """Add a one-dimensional uint8 tensor. Whole windows of host memory are written without a
+        copy.
+        """
         done = 0
         while done < len(source):
             count = min(WINDOW_BYTES - self.filled, len(source) - done)
@@ -170,63 +138,20 @@ class _Writer:
         blocks = range(0, len(data), BLOCK_BYTES)
         self.digests += [digest(data[at : at + BLOCK_BYTES]) for at in blocks]
         self.point("write data", self.rank)
-        _write_all(self.descriptor, data)
+        write_all(self.descriptor, data)
         # Linux begins to write these pages out now, so that the fsync at the end finds little to
         # do, and a checkpoint does not push the corpus out of the page cache.
         os.posix_fadvise(self.descriptor, self.written, len(data), os.POSIX_FADV_DONTNEED)
         self.written += len(data)
 
     def finish(self) -> tuple[int, list[bytes]]:
-        """Write the rest, fsync; (bytes of the file, digest of each block)."""
+        """Write the rest and fsync; return (bytes of the file, digest of each block)."""
         if self.filled:
             self._write(self.window[: self.filled])
             self.filled = 0
         self.point("fsync data", self.rank)
         os.fsync(self.descriptor)
         return self.written, self.digests
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def read_index(folder: Path, rank: int, entry: Sequence) -> dict:
-    """Index of a rank, compared with its manifest `entry` [bytes, digest] before it is parsed."""
-    path = folder / index_name(rank)
-    return parse_index(read_checked(path, *entry), path)
-
-
-def parse_index(text: bytes, path: Path) -> dict:
-    """An index from its checked text; Damaged unless it has the columns of one."""
-    try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: no JSON ({error})") from None
-    if not isinstance(index, dict) or {k: type(v) for k, v in index.items()} != COLUMNS:
-        raise Damaged(f"{path}: not the index of a rank")
-    return index
-
-
-def read_checked(path: Path, num_bytes: int, expected: str) -> bytes:
-    """A whole small file; Damaged unless it has the size and digest that the manifest says."""
-    with opened(path) as descriptor:
-        check_size(descriptor, path, num_bytes)
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            data = file.read(num_bytes + 1)
-    if len(data) != num_bytes or digest(data).hex() != expected:
-        raise Damaged(f"{path}: differs from its digest", kind="flipped")
-    return data
-
-
-def file_digests(folder: Path, rank: int, index: dict, entry: Sequence) -> list[bytes]:
-    """Digests of the blocks of a rank's data file; Damaged unless the manifest agrees."""
-    path = folder / data_name(rank)
-    num_bytes, expected = entry
-    digests = split_digests(index["digests"], num_bytes, path)
-    if index["bytes"] != num_bytes or root(digests) != expected:
-        raise Damaged(f"{path}: its index and the manifest disagree")
-    return digests
 
 
 def read(
@@ -236,10 +161,10 @@ def read(
     jobs: Jobs,
     fragments: Sequence[Fragment],
 ) -> int:
-    """Carry out `jobs`: copy what is stored into the fragments' tensors; bytes read.
+    """Carry out `jobs`: copy stored elements into the tensors of the fragments; return bytes read.
 
     Every block is compared with its digest before anything is copied from it. Raises Damaged with a
-    line for each bad file; other files are read nevertheless, so that one look names them all.
+    line for each bad file; the other files are still read, so that all bad files are named at once.
     """
     total, problems = 0, []
     ranks, first = np.unique(jobs.file, return_index=True)  # jobs are sorted by file
@@ -269,12 +194,12 @@ class _Reader:
         self.low = self.high = 0
 
     def move(self, low: int, high: int) -> int:
-        """Hold at least [low, high); bytes read."""
+        """Move the window so that it holds at least [low, high); return bytes read."""
         first = low // BLOCK_BYTES
         self.low, self.high = 0, 0  # nothing usable if this fails
         end = min(-(-high // BLOCK_BYTES) * BLOCK_BYTES, self.num_bytes)
         if high > end:
-            raise Damaged(f"{self.path}: its index points behind its end")
+            raise Damaged(f"{self.path}: its index points past its end")
         start = first * BLOCK_BYTES
         room = memoryview(self.buffer.numpy())[: end - start]
         read_blocks(self.descriptor, self.path, first, room, self.digests)
@@ -282,15 +207,17 @@ class _Reader:
         return end - start
 
     def take(self, low: int, high: int) -> torch.Tensor:
-        """Bytes [low, high) of the file, which must lie inside the window."""
+        """Return bytes [low, high) of the file, which must lie inside the window."""
         assert self.low <= low <= high <= self.high
         return self.buffer[low - self.low : high - self.low]
 
 
 def _read_file(source: _Reader, jobs: Jobs, numbers: range, fragments: Sequence[Fragment]) -> int:
-    """Jobs on one file, in order of place; jobs that lie near share one read."""
+    """Carry out the jobs on one file in order of position; jobs close to each other share one
+    read.
+    """
     copies = [copy for i in numbers for copy in _copies(jobs, i, fragments)]
-    copies.sort(key=lambda copy: copy.byte)  # pieces of strided jobs interleave
+    copies.sort(key=lambda copy: copy.byte)  # pieces of strided jobs may interleave
     total, waiting = 0, []
     low = high = 0
     for copy in copies:
@@ -333,17 +260,17 @@ class _Copy:
         self.end = byte + ((rows - 1) * stride + columns) * self.item_bytes
 
     def carry_out(self, source: _Reader) -> None:
-        """From the window to the fragment."""
+        """Copy from the window to the fragment."""
         stored = source.take(self.byte, self.end)
         if stored.storage_offset() % self.item_bytes:
-            stored = stored.clone()  # a view as wider items needs an aligned start
+            stored = stored.clone()  # a view with wider items needs an aligned start
         size = (self.rows, self.columns)
         stored = window(stored.view(self.target.dtype), 0, *size, self.stride)
         window(self.target, self.to, *size, self.to_stride).copy_(stored)
 
 
 def _copies(jobs: Jobs, i: int, fragments: Sequence[Fragment]) -> Iterator[_Copy]:
-    """A job as copies of at most a window each."""
+    """Split a job into copies that each fit a window."""
     target = fragments[int(jobs.fragment[i])].tensor.detach()
     byte, to = int(jobs.byte[i]), int(jobs.to[i])
     rows, columns = int(jobs.rows[i]), int(jobs.columns[i])
@@ -368,10 +295,11 @@ def _copies(jobs: Jobs, i: int, fragments: Sequence[Fragment]) -> Iterator[_Copy
 
 
 def window(buffer: torch.Tensor, first: int, rows: int, columns: int, stride: int) -> torch.Tensor:
-    """(rows, columns) view of a one-dim tensor whose rows begin `stride` elements apart.
+    """Return a (rows, columns) view of a one-dimensional tensor; rows begin `stride` elements
+    apart.
 
-    Raises IndexError when it leaves the tensor, rather than touch foreign memory: `as_strided`
-    alone looks only at the end of the storage.
+    Raises IndexError when the view leaves the tensor. `as_strided` alone only checks the end of the
+    storage, and other tensors may lie before that end.
     """
     last = first + (rows - 1) * stride + columns
     if first < 0 or rows < 1 or not 1 <= columns <= stride or last > buffer.numel():

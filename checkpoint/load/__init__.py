@@ -1,8 +1,8 @@
-"""Choosing a checkpoint, reading it, and what may change on the way.
+"""Loading: which checkpoint, what may differ from it, how it is read.
 
-allowed_changes.py         What may change between a checkpoint and the recipe that goes on fr
-choosing.py                Which checkpoints there are, whether they are whole, which to resum
-outside_weights.py         Where the weights of step 0 come from: chance, a Hugging Face folde
-restoring.py               Loading: rank 0 chooses a checkpoint, every rank reads what its fra
-weight_rows.py             Weights from elsewhere, read by rows: a Hugging Face folder, or a c
+allowed_changes.py         Compares the recipe of a checkpoint with that of now
+choosing.py                Which checkpoints exist, which are whole, which one is resumed from
+outside_weights.py         Weights of step 0 that `init_from` names
+restoring.py               Reads a checkpoint into the pieces that each rank owns
+weight_rows.py             Reads weights by rows, from a Hugging Face folder or another run
 """

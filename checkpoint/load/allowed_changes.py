@@ -1,12 +1,12 @@
-"""What may change between a checkpoint and the recipe that goes on from it.
+"""Compares the recipe of a checkpoint with that of now, and decides which changes are allowed.
 
     fixed        another model, another order of the data, another optimizer: refused
-    deliberate   changes the curve from here on: needs its name in `allow`, goes on record
-    free         speed, memory, place, looks: goes on record
+    deliberate   changes the loss curve from here on: needs its name in `allow`, is recorded
+    free         speed, memory, place, display: is recorded
 
-The one rule: what nobody classified is deliberate. Keys are those of recipes/schema.py, dotted; a
-pattern covers what lies under it, `*` stands for one name. `identity` holds what the recipe does
-not say itself: fingerprints of corpora and tokenizer, the version of the order.
+Rule: a knob that is not listed here is deliberate. Keys are those of recipes/schema.py, dotted. A
+pattern covers everything under it, and `*` stands for one name. `identity` contains what the recipe
+itself does not: fingerprints of corpora and tokenizer, and the version of the order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FREE = (
     "eval_every",
     "eval_tokens",
     "data.prefetch",
-    # The recipe's way to a corpus; which corpus it is stands in `identity`.
+    # These tell where a corpus is; `identity` has the fingerprint of the corpus itself.
     "data.sources.*.corpus",
     "data.sources.*.build",
     "data.sources.*.max_epochs",
@@ -63,8 +63,8 @@ ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
-class Change:
-    """One knob that differs."""
+class RecipeChange:
+    """A knob whose value differs."""
 
     key: str
     stored: Any
@@ -76,22 +76,21 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether the run may go on, and what differs."""
+class ChangeVerdict:
+    """The decision whether a run may go on, and the changes."""
 
-    problems: list[str]  # one line each; empty = go on
-    changes: list[Change]  # to be recorded: history for deliberate ones, events for free ones
+    problems: list[str]  # one line each; empty means that the run may go on
+    changes: list[RecipeChange]  # deliberate ones are recorded in the history, free ones in events
 
 
-def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Verdict:
-    """Compare two resolved recipes (nested dicts, `identity` beside them). Pure.
+def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> ChangeVerdict:
+    """Compare two resolved recipes (nested dicts, with `identity` beside them). Pure.
 
-    `allow` names deliberate changes: a dotted key, or a group that covers all under it. A name in
-    it that is no knob, or is fixed, is a problem: an allowance that does nothing must not look like
-    one.
+    `allow` names deliberate changes: dotted keys, or groups that cover everything under them. A
+    name in it that is not a knob, or is fixed, is a problem, because it would allow nothing.
     """
     before, after = flatten(with_new_names(stored)), flatten(with_new_names(now))
-    # What only one side knows (a source added, a knob of another version) differs as well.
+    # A key that only one side has (an added source, a knob of another version) differs as well.
     keys = [*before, *(key for key in after if key not in before)]
     allowed = list(allow)
     problems = [line for name in allowed if (line := _bad_allowance(name, keys))]
@@ -100,7 +99,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
         if _same(old, new) or (old == ABSENT and _is_default(key, new)):
             continue
-        change = Change(key, old, new, treatment(key))
+        change = RecipeChange(key, old, new, treatment(key))
         changes.append(change)
         if change.treatment == "fixed":
             problems.append(
@@ -112,11 +111,11 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ve
                 f"{change}; it changes the run from here on: put the old value back, or allow it by"
                 f" name with allow=[{key}]"
             )
-    return Verdict(problems, changes)
+    return ChangeVerdict(problems, changes)
 
 
 def treatment(key: str) -> str:
-    """fixed, deliberate or free."""
+    """Return fixed, deliberate or free."""
     if any(_covers(pattern, key) for pattern in FIXED):
         return "fixed"
     if any(_covers(pattern, key) for pattern in FREE):
@@ -125,7 +124,7 @@ def treatment(key: str) -> str:
 
 
 def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value that is no mapping}."""
+    """Return {dotted key: value}, for all values that are not mappings."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -137,11 +136,11 @@ def flatten(values: Mapping, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Whether a dotted knob has the value that it has where nobody names it."""
+    """Return whether the value of a dotted knob is its default."""
     place: Any = Recipe
     *groups, name = key.split(".")
     for group in groups:
-        if typing.get_origin(place) is dict:  # sources: the group is a name of the user's
+        if typing.get_origin(place) is dict:  # sources: the user chose the name of the group
             place = typing.get_args(place)[1]
         else:
             place = typing.get_type_hints(place).get(group) if place else None
@@ -154,7 +153,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 
 def _covers(pattern: str, key: str) -> bool:
-    """Whether `key` is `pattern` or lies under it."""
+    """Return whether `key` is `pattern` or lies under it."""
     wanted, names = pattern.split("."), key.split(".")
     return len(wanted) <= len(names) and all(
         w in ("*", n) for w, n in zip(wanted, names, strict=False)
@@ -163,7 +162,7 @@ def _covers(pattern: str, key: str) -> bool:
 
 def _bad_allowance(name: str, keys: Iterable[str]) -> str | None:
     if "*" in name:
-        return f"allow=[{name}]: a change is allowed by its name; give each, or its group"
+        return f"allow=[{name}]: changes are allowed by name; give each one, or its group"
     under = [key for key in keys if _covers(name, key)]
     if not under:
         return f"allow=[{name}]: no knob has this name; `make knobs` lists them"
@@ -173,7 +172,7 @@ def _bad_allowance(name: str, keys: Iterable[str]) -> str | None:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Equal once written as JSON: a tuple is a list, 1 is not True, 1 is 1.0."""
+    """Return whether two values are equal as JSON: a tuple is a list, 1 is 1.0, 1 is not True."""
     if isinstance(old, bool) != isinstance(new, bool):
         return False
     return old == new or json.dumps(old, default=str) == json.dumps(new, default=str)

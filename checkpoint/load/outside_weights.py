@@ -1,7 +1,8 @@
-"""Where the weights of step 0 come from: chance, a Hugging Face folder, another run's checkpoint.
+"""The weights that `init_from` names for step 0: a Hugging Face folder, or another run's
+checkpoint.
 
-The one rule: every rank starts from the same weights, and the run's record names them. A run that
-goes on from a checkpoint of its own has no origin here: its weights are loaded.
+Rule: every rank starts from the same weights, and the run's record names them. A run that goes on
+from a checkpoint of its own does not use this file: restoring.py loads its weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights that exist. `label` is what goes on record."""
+    """Weights to start from. `label` names them in the run's record."""
 
     weights: Weights
     label: str
@@ -34,13 +35,14 @@ class Origin:
     def draw(
         self, name: str, shape: tuple[int, ...], seed: int, config: Any, rows: slice
     ) -> torch.Tensor:
-        """Some rows of one weight, as an initializer gives them."""
+        """Return some rows of one weight, with the signature of an initializer."""
         return self.weights.read_rows(name, rows.start, rows.stop)
 
 
 def read_origin(recipe: Recipe, root: Path, config: DecoderConfig, stream: Stream) -> Origin:
-    """What `init_from` names, relative to `root`. Raises UserError where it does not fit the recipe
-    or the corpora of `stream`."""
+    """Open the weights that `init_from` names, relative to `root`. Raises UserError where they do
+    not fit the recipe or the corpora of `stream`.
+    """
     weights = weights_from(str(root / recipe.init_from))
     own = (root / "runs" / recipe.run).resolve()
     if recipe.resume == "fresh" and weights.folder.resolve().is_relative_to(own):
@@ -56,7 +58,7 @@ def read_origin(recipe: Recipe, root: Path, config: DecoderConfig, stream: Strea
 
 
 def check_tokenizer(folder: Path, stream: Stream) -> None:
-    """Raise UserError where the corpus was not made with the tokenizer that weights belong to."""
+    """Raise UserError where a corpus was not made with the tokenizer of the weights."""
     found = load_tokenizer(folder).fingerprint()
     for uid, corpus in zip(stream.uids, stream.corpora, strict=True):
         if corpus.tokenizer_fingerprint not in (None, found):
@@ -68,8 +70,9 @@ def check_tokenizer(folder: Path, stream: Stream) -> None:
 
 
 def same_everywhere(label: str | None, data: Mapping[str, Any], recipe: Recipe, comm: Comm) -> None:
-    """Raise UserError where the ranks chose different weights, or read different corpora (`data`,
-    the stream's state); a collective."""
+    """Raise UserError where the ranks chose different weights, or read different corpora; a
+    collective. `data` is the state of the stream.
+    """
     everyone = comm.exchange((label, data), "init_from and corpora")
     found, problems = sorted({str(one) for one, _ in everyone}), []
     if len(found) > 1:

@@ -1,12 +1,12 @@
-"""Loading: rank 0 chooses a checkpoint, every rank reads what its fragments need, all agree.
+"""Loading: rank 0 chooses a checkpoint, and every rank reads what its fragments need.
 
-    newest whole one -> indexes, each read by one rank and passed round -> plan -> checked reads
+    newest whole one -> indexes, each read by one rank and sent to all -> plan -> checked reads
                  ^                                                              |
-                 '------------------ damaged: said aloud, next older one -------'
+                 '------------------ damaged: reported, the next older one -----'
 
-The one rule: reading is checking. Every block is compared with its digest before a byte of it is
-copied, all ranks together read all blocks, and `load` returns only when every rank found its part
-whole. Units: bytes, seconds, steps.
+Rule: every read is checked. Every block is compared with its digest before a byte of it is copied,
+all ranks together read all blocks, and `load` returns only when every rank found its part whole.
+Units: bytes, seconds, steps.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from base.errors import UserError
 from checkpoint.comm import Comm, broadcast
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import Fragment, Index, merge, plan
-from checkpoint.format.manifest import Manifest, none_is_whole
-from checkpoint.format.storage import (
+from checkpoint.format.index_file import (
     data_name,
     file_digests,
     index_name,
     parse_index,
-    read,
     read_checked,
     read_index,
 )
+from checkpoint.format.manifest import Manifest, none_is_whole
+from checkpoint.format.storage import read
 from checkpoint.load.choosing import Choice, Found, at_step, choose, unnamed
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: `fragments` are filled, the rest is for the caller to put back."""
+    """The result of a load. Fragments are filled; the caller restores the rest."""
 
     step: int
     folder: Path
     state: dict[str, Any]
-    local: dict[str, Any] | None  # of this rank; None when another number of ranks wrote it
+    local: dict[str, Any] | None  # state of this rank; None when another number of ranks wrote it
     bytes: int  # read by this rank
     seconds: float
     damaged: list[tuple[Path, list[str]]]  # newer checkpoints passed over, with their problems
-    unnamed: list[str]  # files in the folder that are none of the checkpoint's
+    unnamed: list[str]  # files in the folder that do not belong to the checkpoint
 
 
 def load(
@@ -53,9 +53,9 @@ def load(
 ) -> Loaded | None:
     """Fill `fragments` from the newest whole checkpoint, or from that of `step`; a collective.
 
-    None when no checkpoint was ever committed (and no step is asked for); fragments are then
-    untouched. Raises UserError on all ranks when the step asked for or every checkpoint is damaged,
-    or when it belongs to another model or optimizer; fragments are then undefined.
+    Returns None, and leaves fragments as they are, when no checkpoint was ever committed and no
+    `step` is given. Raises UserError on all ranks when that step, or every checkpoint, is damaged,
+    or when it belongs to another model or optimizer; the contents of fragments are then undefined.
     """
     began = time.perf_counter()
     damaged: list[tuple[Path, list[str]]] = []
@@ -91,7 +91,9 @@ def _step_of(folder: Path | None) -> int | None:
 def _attempt(
     found: Found, fragments: Sequence[Fragment], comm: Comm
 ) -> tuple[dict | None, int, list[str]]:
-    """(this rank's local state, bytes read, all problems). Raises UserError on all ranks."""
+    """Try to read one checkpoint: (this rank's local state, bytes read, damage found by any rank).
+    Raises UserError on all ranks where it does not fit the fragments.
+    """
     texts, problems = _collect(found, comm)
     if problems:
         return None, 0, problems
@@ -99,7 +101,7 @@ def _attempt(
     try:
         names = [index_name(rank) for rank in range(found.manifest.world)]
         indexes = [parse_index(texts[name], found.folder / name) for name in names]
-        source = Source(found.folder, found.manifest, merge(indexes), indexes)
+        source = CheckpointReader(found.folder, found.manifest, merge(indexes), indexes)
         count = source.fill(fragments)
         if comm.world == found.manifest.world:
             local = indexes[comm.rank]["local"]
@@ -107,7 +109,7 @@ def _attempt(
         problems = damage.problems
     except UserError as error:
         misfits = [f"{found.folder.name}: {line}" for line in error.problems]
-    except Exception as error:  # not damage, nothing older is better; but the others must hear
+    except Exception as error:  # not damage, so no older one is tried; the others must learn of it
         misfits = [f"{found.folder.name}: rank {comm.rank}: {type(error).__name__}: {error}"]
     outcomes = comm.exchange((problems, misfits), "checkpoint read")
     problems, misfits = (
@@ -119,7 +121,9 @@ def _attempt(
 
 
 def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str]]:
-    """Texts of all indexes: each file is opened by one rank only, whatever the number of ranks."""
+    """Read the texts of all indexes. Each file is opened by one rank only and sent to the
+    others.
+    """
     texts, problems = {}, []
     for rank in range(comm.rank, found.manifest.world, comm.world):
         name = index_name(rank)
@@ -133,8 +137,8 @@ def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str]]:
 
 
 @dataclass
-class Source:
-    """A checkpoint folder opened for reading; digests are worked out file by file when needed."""
+class CheckpointReader:
+    """A checkpoint folder opened for reading. Digests are computed per file, when needed."""
 
     folder: Path
     manifest: Manifest
@@ -142,20 +146,22 @@ class Source:
     indexes: list[dict]
 
     def digests(self, rank: int) -> list[bytes]:
-        """Of the blocks of a rank's data file."""
+        """Return the digests of the blocks of a rank's data file."""
         entry = self.manifest.files[data_name(rank)]
         return file_digests(self.folder, rank, self.indexes[rank], entry)
 
     def fill(self, fragments: Sequence[Fragment]) -> int:
-        """Read into fragments; bytes read. Raises Damaged, or UserError where they do not fit."""
+        """Fill fragments and return bytes read. Raises Damaged, or UserError where they do not
+        fit.
+        """
         return read(self.folder, self.index, self.digests, plan(self.index, fragments), fragments)
 
 
-def open_source(found: Found) -> Source:
-    """A checkpoint for one process alone: all its indexes, checked. Raises Damaged."""
+def open_checkpoint(found: Found) -> CheckpointReader:
+    """Open a checkpoint in a single process, with all its indexes checked. Raises Damaged."""
     manifest = found.manifest
     indexes = [
         read_index(found.folder, rank, manifest.files[index_name(rank)])
         for rank in range(manifest.world)
     ]
-    return Source(found.folder, manifest, merge(indexes), indexes)
+    return CheckpointReader(found.folder, manifest, merge(indexes), indexes)

@@ -1,10 +1,10 @@
-"""Weights from elsewhere, read by rows: a Hugging Face folder, or a checkpoint of another run.
+"""Reads weights by rows, from a Hugging Face folder or from a checkpoint of another run.
 
     weights_from("path/to/folder" | "runs/tiny@100" | "runs/tiny") -> Weights
     weights.shapes            {canonical name: full shape}
     weights.read_rows(...)    some rows of one weight, fp32
 
-The one rule: only what is asked for is read, so that any rank of any layout fills just the rows it
+Rule: only the rows that are asked for are read, so that a rank of any layout fills just the rows it
 owns and no host holds a whole model. Nothing is unpickled: a folder with only .bin files is
 refused. Units: rows.
 """
@@ -27,47 +27,48 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import WEIGHT, Fragment
 from checkpoint.format.rectangles import Box
 from checkpoint.load.choosing import at_step, newest
-from checkpoint.load.restoring import open_source
+from checkpoint.load.restoring import open_checkpoint
 from data.corpus.tokenizer import load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-# Hugging Face families whose weights are those of our decoder, and what tells them apart.
+# Hugging Face families that the decoder can represent, with the fields that tell them apart.
 FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "mistral": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
 }
-# Of recipes.schema.Model; initializer_range says nothing about weights that exist.
+# Fields of recipes.schema.Model. initializer_range is left out: existing weights do not depend on
+# it.
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
     "qkv_bias", "qk_norm",
 )  # fmt: skip
-# What fp32 can take over as it is; integers and fp8 are quantized, and need their scales.
+# Dtypes that convert to fp32 directly; integers and fp8 are quantized and need their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
-COMPUTED = "rotary_emb.inv_freq"  # end of a name that old folders hold; it follows from rope_theta
-SAMPLED_ROWS = 64  # compared, of a weight that is there twice
-MOST_NAMES = 20  # said at once, of weights that do not fit
+COMPUTED = "rotary_emb.inv_freq"  # end of a name in old folders; computed from rope_theta here
+SAMPLED_ROWS = 64  # rows that are compared of a weight that is stored twice
+MOST_NAMES = 20  # weights that do not fit are listed up to this number
 FILE_PATTERN = re.compile(r"[A-Za-z0-9_.-]+\.safetensors", re.ASCII)
 
 
 class Weights(Protocol):
     """Weights that can be read in part."""
 
-    label: str  # where they come from, for records
-    folder: Path  # that is read
+    label: str  # names the weights in records
+    folder: Path  # folder that is read
     model: dict[str, Any]  # fields of recipes.schema.Model
-    tokenizer: Path | None  # folder of the tokenizer they were trained with, where it is known
+    tokenizer: Path | None  # folder of the tokenizer of their training, where known
     shapes: dict[str, tuple[int, ...]]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of the first dim of a weight, fp32 on the CPU."""
+        """Return rows [start, stop) of the first dim of a weight, fp32 on the CPU."""
 
 
 def weights_from(path: str) -> Weights:
-    """Open a Hugging Face folder, or `<run folder>@<step>`, or the newest of a run folder.
+    """Open a Hugging Face folder, `<run folder>@<step>`, or the newest checkpoint of a run folder.
 
     Raises UserError with every reason why it cannot be used.
     """
@@ -119,7 +120,7 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """FIELDS of a model, head_dim worked out."""
+    """Return FIELDS of a model, with head_dim computed where it is None."""
     values = {name: fields.get(name) for name in FIELDS}
     if values["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
@@ -127,10 +128,10 @@ def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_tokenizer(state: dict[str, Any], named: Path | None = None) -> Path | None:
-    """The tokenizer folder that is `named`, or that the recipe's data names: its own, or that of
-    its first corpus.
+    """Return the tokenizer folder that is `named`, or the one that the recipe's data gives: its own
+    tokenizer, or that of its first corpus.
 
-    Raises UserError where all that are there are others than the run was trained with.
+    Raises UserError where tokenizers exist but none is the one that the run was trained with.
     """
     data = state["recipe"].get("data", {})
     folders = [Path(one["corpus"]) / "tokenizer" for one in data.get("sources", {}).values()]
@@ -151,7 +152,7 @@ def find_tokenizer(state: dict[str, Any], named: Path | None = None) -> Path | N
 
 
 class RunWeights:
-    """Weights of a checkpoint of ours, without its optimizer states."""
+    """Weights of a checkpoint of this project, without its optimizer states."""
 
     def __init__(self, run: Path, step: int | None):
         alone = Alone()
@@ -159,13 +160,13 @@ class RunWeights:
         if found is None:
             raise UserError(f"init_from={run}: this run has no checkpoint yet")
         try:
-            self.source = open_source(found)
+            self.reader = open_checkpoint(found)
             self.model = normal(found.manifest.state["recipe"]["model"])
         except (Damaged, KeyError, TypeError) as error:
             raise UserError(f"init_from={run}@{found.step}: {error}") from None
         self.label = f"{run}@{found.step}"
         self.folder, self.state = found.folder, found.manifest.state
-        index = self.source.index
+        index = self.reader.index
         self.shapes = {
             name: index.shapes[number]
             for name, number in index.tensors.items()
@@ -174,16 +175,16 @@ class RunWeights:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Raises UserError where it is another one by now."""
+        """Folder of the run's tokenizer. Raises UserError where another one has taken its place."""
         return find_tokenizer(self.state)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Raises UserError when the checkpoint turns out damaged."""
+        """See Weights. Raises UserError when the checkpoint turns out to be damaged."""
         shape = self.shapes[name]
         width = math.prod(shape[1:])
         rows = torch.empty((stop - start) * width)
         try:
-            self.source.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
+            self.reader.fill([Fragment(name, WEIGHT, Box(shape, shape), start * width, rows)])
         except Damaged as damage:
             if not self.folder.is_dir():
                 raise UserError(
@@ -223,7 +224,7 @@ class FolderWeights:
             del self.shapes["lm_head.weight"]
 
     def _find(self, folder: Path) -> dict[str, Path]:
-        """{name of a weight: file}."""
+        """Return {name of a weight: file}."""
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
             names = _json(index).get("weight_map")
@@ -243,7 +244,7 @@ class FolderWeights:
         return {name: path for name, path in files.items() if not name.endswith(COMPUTED)}
 
     def _check_copy(self, name: str, of: str) -> None:
-        """Raise UserError where some rows of what is said to be one weight differ."""
+        """Raise UserError where rows of two weights that config.json declares as one differ."""
         rows = self.shapes[name][0]
         step = max(1, rows // SAMPLED_ROWS)
         if self.shapes[name] != self.shapes.get(of) or any(
@@ -266,7 +267,7 @@ class FolderWeights:
             raise UserError(f"init_from: {path}: {error}") from None
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Converted to fp32 whatever the file holds."""
+        """See Weights. Rows are converted to fp32 from the dtype of the file."""
         return self._slice(name)[start:stop].float()
 
 
@@ -283,7 +284,7 @@ def _json(path: Path) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"init_from: {path}: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"init_from: {path}: holds no names with values")
+        raise UserError(f"init_from: {path}: is not a JSON object")
     return values
 
 

@@ -1,9 +1,10 @@
-"""Saving: all ranks write, one rename commits.
+"""Saving: all ranks write, rank 0 commits with one rename.
 
-background.py              Saves beside training: the state is copied, then a thread runs the
-commit.py                  Saving: all ranks write, rank 0 decides once, a rename is the commi
-interval.py                How many steps lie between two saves where the recipe says `auto`:
-lease.py                   The lease: one attempt writes a run; the next one takes over from a de
-replicas.py                Whether ranks that should hold the same working weights do: a diges
-snapshot.py                A copy of what a rank writes, in host memory of its own, so that tr
+background.py              Saves in a thread beside training, from a copy of the state
+commit.py                  The phases of a save: prepare, write, commit, verify, prune
+interval.py                After which steps a save is due, fixed or by Young's formula
+lease.py                   The lease: one attempt writes a run, the next one takes over safely
+replicas.py                Compares the copies of weights that several ranks hold
+retention.py               Which old checkpoints are kept, and the removal of the others
+snapshot.py                The copy of a rank's state in host memory
 """

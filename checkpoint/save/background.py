@@ -1,12 +1,12 @@
 """Saves beside training: the state is copied, then a thread runs the phases of `commit.save`.
 
-    training:  step N | copy | step N+1 | step N+2 | ...        the stall is the copy
+    training:  step N | copy | step N+1 | step N+2 | ...        training waits only for the copy
     thread:           '--> prepare, write, commit, verify, prune --> report
 
-The one rule: the thread touches nothing that training uses. Its tensors are copies in host memory,
-state and random states are copied with them, its ranks agree over a group of their own, and it
-makes no call to the device. At most one save is in flight, so the copy exists once. Hashing and
-writing leave Python's lock to training. Units: seconds.
+Rule: the thread uses nothing that training uses. Its tensors are copies in host memory, the state
+and random states are copied with them, its ranks communicate over a group of their own, and it
+makes no call to the device. At most one save is in flight, so one copy exists. Hashing and writing
+release Python's global lock, so training goes on meanwhile. Units: seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoint.comm import Comm
 from checkpoint.format.index import Fragment
-from checkpoint.format.storage import Point, nothing
+from checkpoint.format.index_file import Point, nothing
 from checkpoint.save.commit import SaveReport, save
 from checkpoint.save.snapshot import Snapshot
 
@@ -29,7 +29,7 @@ WAITS = "waits for the other ranks"
 
 
 class Background:
-    """Saves one run in a thread, one save at a time. `comm` is the thread's alone."""
+    """Saves one run in a thread, one save at a time. Only the thread uses `comm`."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -38,28 +38,29 @@ class Background:
 
     @property
     def in_flight(self) -> int | None:
-        """Step of the save that was begun and whose report was not taken."""
+        """Step of the save that was begun and whose report was not taken yet."""
         return None if self._writer is None else self._writer.step
 
     @property
     def made_s(self) -> float:
-        """Of the last stall: making the memory for the copy, which happens once."""
+        """Part of the last stall that allocated memory for the copy, which happens once."""
         return self._snapshot.made_s
 
     @property
     def age_s(self) -> float:
-        """Since the save in flight began."""
+        """Time since the save in flight began."""
         return 0.0 if self._writer is None else time.perf_counter() - self._writer.began
 
     @property
     def idle_s(self) -> float:
-        """Since the thread last came to another moment of the save."""
+        """Time since the thread last reached a new moment of the save."""
         return 0.0 if self._writer is None else time.perf_counter() - self._writer.watched.since
 
     @property
     def doing(self) -> str | None:
-        """What the thread does at this moment, such as `write data`, or WAITS; None: no save in
-        flight."""
+        """Current activity of the thread, such as `write data` or WAITS; None: no save in
+        flight.
+        """
         return self._writer.watched.doing if self._writer and self._writer.is_alive() else None
 
     def begin(
@@ -74,17 +75,17 @@ class Background:
         since: float | None = None,
         **options: Any,
     ) -> None:
-        """Copy the state and start to save it; arguments as of `commit.save`, on all ranks.
+        """Copy the state and start to save it, on all ranks; for the arguments see `commit.save`.
 
-        Whatever is changed after this returns is in no file. What fails, the copy included, is in
-        the report on all ranks. `since`: moment from which the stall counts, by perf_counter.
+        Changes made after this returns are in no file. Every failure, also of the copy, is in the
+        report on all ranks. The stall is counted from `since`, a value of time.perf_counter.
         """
         assert self._writer is None, "one save at a time: take the report of the one in flight"
         began = time.perf_counter() if since is None else since
         point("copy", self.comm.rank)
         try:
             copies: Sequence[Fragment] | Iterator[Fragment] = self._snapshot.take(fragments)
-        except Exception as error:  # the other ranks must hear of it: in their phase `write`
+        except Exception as error:  # reported to the other ranks in the phase `write`
             copies = _failing(error)
         state, local = copy.deepcopy((state, local))
         point("start writer", self.comm.rank)
@@ -97,10 +98,11 @@ class Background:
         self._writer.start()
 
     def take(self, wait_s: float = 0.0) -> SaveReport | None:
-        """The report of a save that has ended, once; None while it runs, or where there is none.
+        """Return the report of a save that has ended, once; None while it runs, or where there is
+        none.
 
-        Waits `wait_s` at most. Raises what ended the thread: RuntimeError where the ranks lost each
-        other.
+        Waits at most `wait_s`. Raises the error that ended the thread, such as RuntimeError where
+        the ranks lost each other.
         """
         writer = self._writer
         if writer is None:
@@ -115,7 +117,7 @@ class Background:
 
 
 class Watched:
-    """A writer's ranks and its moments, and what it does now."""
+    """Comm and hook of a writer that also record what the writer is doing now."""
 
     def __init__(self, comm: Comm, point: Point):
         self.comm, self._point = comm, point
@@ -126,12 +128,12 @@ class Watched:
         self.doing, self.since = doing, time.perf_counter()
 
     def point(self, name: str, rank: int) -> None:
-        """A moment of the save."""
+        """Record a moment of the save, and call the hook."""
         self._now(name)
         self._point(name, rank)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """As of `Comm`."""
+        """Like Comm.exchange, and also record that the writer waits."""
         self._now(WAITS)
         values = self.comm.exchange(value, what)
         self._now(f"after {what}")
@@ -139,7 +141,9 @@ class Watched:
 
 
 class _Writer(threading.Thread):
-    """One save. A daemon: a write that never returns does not keep the process alive."""
+    """The thread of one save. It is a daemon, so a write that never returns does not keep the
+    process alive.
+    """
 
     def __init__(
         self, step: int, action: Callable[[Watched], SaveReport], watched: Watched, began: float
@@ -152,7 +156,7 @@ class _Writer(threading.Thread):
         self._action: Callable[[Watched], SaveReport] | None = action
 
     def run(self) -> None:
-        """Save, and keep the report or what was raised."""
+        """Save, and keep the report or the error."""
         try:
             report = self._action(self.watched)
             seconds = time.perf_counter() - self.began
@@ -164,11 +168,11 @@ class _Writer(threading.Thread):
 
 
 def is_writer() -> bool:
-    """Whether the calling thread is one that saves."""
+    """Return whether the calling thread is one that saves."""
     return isinstance(threading.current_thread(), _Writer)
 
 
 def _failing(error: Exception) -> Iterator[Fragment]:
-    """Fragments that cannot be had."""
+    """Give fragments that cannot be read: the first use raises `error`."""
     raise error
     yield

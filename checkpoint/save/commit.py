@@ -1,15 +1,15 @@
-"""Saving: all ranks write, rank 0 decides once, a rename is the commit.
+"""Saving: all ranks write, rank 0 decides once, and one rename commits.
 
-    prepare   rank 0 sweeps leftovers, makes step-00001200.tmp-<epoch>/
-    write     every rank writes and fsyncs its file and index, digesting as it writes
+    prepare   rank 0 removes leftovers and makes step-00001200.tmp-<epoch>/
+    write     every rank writes and fsyncs its file and index, and computes digests as it writes
     commit    rank 0 makes the run's record durable, checks that the pieces are complete, writes
               MANIFEST.json, renames the folder
     verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
 
-The one rule: between two phases every rank learns how all others fared, and one failure is
-everyone's failure: the save is given up with one message, training goes on, older checkpoints stay.
-A folder under its final name is complete and durable, at every moment, whoever dies. Before
-anything becomes final rank 0 asks its fence: where another attempt of the run has begun, all ranks
+Rule: after each phase every rank learns the outcome of all others, and a failure of one rank is a
+failure of all: the save is given up with one message, training goes on, older checkpoints stay. A
+folder under its final name is complete and durable at every moment, whichever process dies. Before
+anything becomes final, rank 0 asks its fence; where another attempt of the run has begun, all ranks
 raise Fenced. Units: seconds, bytes, steps.
 """
 
@@ -30,26 +30,20 @@ from checkpoint.format import manifest as manifests
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fence, Fenced, Open
 from checkpoint.format.index import Fragment, holes, merge
+from checkpoint.format.index_file import Point, index_name, naming, nothing, read_index, write_file
 from checkpoint.format.manifest import Manifest, encode, folder_name, segment_of
-from checkpoint.format.storage import (
-    Point,
-    index_name,
-    naming,
-    nothing,
-    read_index,
-    write_file,
-    write_rank,
-)
-from checkpoint.load.choosing import KEEP, Keep, check_rank, prune, set_aside
+from checkpoint.format.storage import write_rank
+from checkpoint.load.choosing import check_rank, set_aside
+from checkpoint.save.retention import KEEP, Keep, prune
 
-# How long a rank looks for the folder that rank 0 made before it calls it missing: network file
-# systems show new names late.
+# A rank waits this long for the folder that rank 0 made before it reports it as missing, because
+# network file systems show new names late.
 LAG_S = 30.0
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How a save went, the same on all ranks but for the times."""
+    """The outcome of a save, the same on all ranks except for the times."""
 
     step: int
     folder: Path
@@ -57,20 +51,13 @@ class SaveReport:
     problem: str | None  # why it failed: rank, path, cause
     bytes: int  # of all ranks together
     seconds: float
-    stall_s: float  # time that training stood still
-    removed: tuple[int, ...] = ()  # steps of older checkpoints that went
-    notes: tuple[str, ...] = ()  # what went wrong without harm
+    stall_s: float  # time for which training stood still
+    removed: tuple[int, ...] = ()  # steps of older checkpoints that were removed
+    notes: tuple[str, ...] = ()  # failures that did no harm
 
 
 class SaveFailed(Exception):
-    """Some rank could not do its part; the same message on every rank."""
-
-
-def due(step: int, every: int, last: int) -> bool:
-    """Whether a save follows update `step`: each `every` updates (0 = never), and the last one,
-    once.
-    """
-    return step == last or (every > 0 and step % every == 0)
+    """A rank could not do its part. The message is the same on every rank."""
 
 
 def save(
@@ -90,13 +77,12 @@ def save(
 ) -> SaveReport:
     """Save the state after update `step`; a collective of all ranks.
 
-    `state` is JSON of the run (rank 0's counts), `local` of this rank, `fence` rank 0's lease.
-    `sync_record` makes durable what the checkpoint vouches for; rank 0 calls it before the commit.
-    `verify` is sampled or full. `again` = this attempt tried before: what it committed then and
-    could
-    not read back is set aside. What fails on any rank is reported, not raised. Raises Fenced on
-    all ranks where another attempt of the run has begun, and RuntimeError where the ranks lose each
-    other, so that none waits for ever.
+    `state` is JSON of the run (that of rank 0 is written), `local` is JSON of this rank, `fence` is
+    rank 0's lease. `sync_record` makes the run's record up to this step durable; rank 0 calls it
+    before the commit. `verify` is sampled or full. `again` means that this attempt tried this step
+    before; a folder that it committed then and could not read back is set aside. A failure on any
+    rank is reported, not raised. Raises Fenced on all ranks where another attempt of the run has
+    begun, and RuntimeError where the ranks lose each other, so that none waits for ever.
     """
     began = time.perf_counter()
     fence = fence or Open()
@@ -136,14 +122,14 @@ def save(
 
 
 class _Phases:
-    """Runs a part of the work and exchanges how it went."""
+    """Runs one phase after the other, and exchanges the outcome of each."""
 
     def __init__(self, comm: Comm, point: Point):
         self.comm, self.point = comm, point
 
     def __call__(self, what: str, action: Callable[[], Any], only: int | None = None) -> list[Any]:
-        """What `action` returned on each rank (on rank `only` alone). Raises SaveFailed, or Fenced,
-        on all ranks.
+        """Run `action` (on rank `only` alone) and return the values of all ranks. Raises SaveFailed
+        or Fenced on all ranks.
         """
         value, problem, lost = None, None, None
         if only is None or only == self.comm.rank:
@@ -151,7 +137,7 @@ class _Phases:
                 value = action()
             except Fenced as error:
                 lost = str(error)
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # of any kind: the other ranks must learn of it
                 problem = _cause(error)
         self.point(f"exchange {what}", self.comm.rank)
         outcomes = self.comm.exchange((value, problem, lost), f"checkpoint {what}")
@@ -174,10 +160,10 @@ def _cause(error: Exception) -> str:
 
 
 def _prepare(checkpoints: Path, final: Path, fence: Fence, again: bool, point: Point) -> Path:
-    """Rank 0: the folder that all ranks write into, named after its epoch."""
+    """Make, on rank 0, the folder that all ranks write into; its name has the epoch."""
     fence.check()
     checkpoints.mkdir(parents=True, exist_ok=True)
-    sync_folder(checkpoints.parent)  # the name `checkpoints` must outlive a power cut, too
+    sync_folder(checkpoints.parent)  # the name `checkpoints` itself must survive a power cut
     if again and os.path.lexists(final):
         set_aside([final])
     if os.path.lexists(final) and not _was_late(final):
@@ -192,8 +178,8 @@ def _prepare(checkpoints: Path, final: Path, fence: Fence, again: bool, point: P
 
 
 def _give_up(temporary: Path | None, fence: Fence) -> None:
-    """Remove what there is; where it failed because another attempt has begun, that is the
-    cause.
+    """Remove the unfinished folder. Raises Fenced where another attempt has begun: that is then the
+    cause of the failure.
     """
     fence.check()
     if temporary:
@@ -201,7 +187,9 @@ def _give_up(temporary: Path | None, fence: Fence) -> None:
 
 
 def _was_late(final: Path) -> bool:
-    """Set aside what a writer that had lost the run committed under this name after all."""
+    """Set aside a folder of this name that a writer committed after it had lost the run; return
+    whether there was one.
+    """
     try:
         manifests.read_manifest(final)
     except Damaged as damage:
@@ -214,7 +202,7 @@ def _was_late(final: Path) -> bool:
 def _write(
     temporary: Path, fragments: Sequence[Fragment], local: dict, rank: int, point: Point
 ) -> dict[str, list]:
-    deadline = time.monotonic() + (LAG_S if rank else 0)  # rank 0 made it
+    deadline = time.monotonic() + (LAG_S if rank else 0)  # rank 0 made it itself
     while not temporary.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
     files = write_rank(temporary, rank, fragments, local, point)
@@ -224,11 +212,12 @@ def _write(
 
 
 def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: Point) -> list[str]:
-    """Rank 0: the rename of the folder is the moment. Returns notes on what failed without harm.
+    """Commit, on rank 0, by the rename of the folder. Returns notes on failures that did no harm.
 
     A process that is stopped between the last check and the rename finds, when it goes on, that the
-    folder is gone: the next attempt takes its name away before it lists what is committed.
+    folder is gone: the next attempt renames it before it lists the committed checkpoints.
     """
+    # Check that the pieces of all ranks make whole tensors.
     missing = holes(
         merge([read_index(temporary, r, made.files[index_name(r)]) for r in range(made.world)])
     )
@@ -236,6 +225,7 @@ def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: P
         raise Damaged(
             f"{temporary}: the pieces of all ranks do not make whole tensors: {missing[0]}"
         )
+    # Write the manifest, and rename the folder.
     new = temporary / f"{manifests.NAME}.new"
     write_file(new, encode(made), 0, point, "manifest")
     with naming(final):
@@ -248,7 +238,7 @@ def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: P
         try:
             os.rename(temporary, final)
         except FileNotFoundError:
-            fence.check()  # says who took it
+            fence.check()  # its message names the process that has the run now
             raise
         point("fsync parent", 0)
         sync_folder(final.parent)
@@ -262,8 +252,9 @@ def _commit(temporary: Path, final: Path, made: Manifest, fence: Fence, point: P
 def _prune(
     checkpoints: Path, keep: Keep, step: int, fence: Fence, point: Point
 ) -> tuple[list[int], list[str]]:
-    """Steps that went, and a note when one cannot be removed: the new checkpoint is none the
-    worse."""
+    """Remove older checkpoints: (steps that were removed, a note where one could not be). The new
+    checkpoint is valid in either case.
+    """
     try:
         return prune(checkpoints, keep, step, fence, point), []
     except OSError as error:
@@ -271,7 +262,7 @@ def _prune(
 
 
 def _hint(final: Path, fence: Fence, point: Point) -> None:
-    """`latest`: for people and other tools; resuming never reads it."""
+    """Write the file `latest` for people and other tools; resuming never reads it."""
     new = final.parent / "latest.new"
     new.unlink(missing_ok=True)
     write_file(new, f"{final.name}\n".encode(), 0, point, "hint")

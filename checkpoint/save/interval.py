@@ -1,12 +1,12 @@
-"""How many steps lie between two saves where the recipe says `auto`: Young's interval.
+"""The steps after which a run saves: at a fixed interval, or by Young's formula (`auto`).
 
     T = sqrt(2 x mean time between failures x stall of a save)
 
-A shorter interval stalls more than it rescues, a longer one repeats more work after a failure
-(J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974). The one rule:
-the next step to save after is computed by every rank from numbers that all of them have, and it is
-known before the save it follows is written, so that it stands in the checkpoint: a run that goes on
-from there saves next where the other would have. Units: seconds, steps.
+A shorter interval stalls more than it saves, and a longer one repeats more work after a failure
+(J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974). Rule: every
+rank computes the next step to save from numbers that all ranks have, and does so before the current
+save is written. The checkpoint therefore contains that step, and a run that goes on from it saves
+next where the uninterrupted run would have. Units: seconds, steps.
 """
 
 from __future__ import annotations
@@ -18,35 +18,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Before any stall is known a save costs little beside what a failure so early would repeat.
+# Interval while no stall has been measured yet.
 FIRST_STEPS = 10
-REMEMBERED = 9  # saves whose median counts: one that met a busy disk changes little
-STEADY = 0.1  # an interval stays while the formula gives one that differs by less than this share
+REMEMBERED = 9  # saves of which the median is used, so that one slow save changes little
+STEADY = 0.1  # the interval is kept while the formula differs from it by less than this share
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank measured: `stall_s` and `save_s` of the last save, `step_s` since it; None: none
-    yet."""
+    """Measurements of one rank: `stall_s` and `save_s` of the last save, `step_s` since then. None
+    means that there is no measurement yet.
+    """
 
     stall_s: float | None
     save_s: float | None
     step_s: float | None
 
 
-def young_steps(mtbf_s: float, stall_s: float, save_s: float, step_s: float) -> int:
-    """Steps between saves; at least one.
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Return whether what is done each `every` updates (0 = never) and after the last one follows
+    update `step`. Saves at a fixed interval and evaluations use it.
+    """
+    return step == last_step or (every > 0 and step % every == 0)
 
-    Never less than a save takes, in the step or beside it: the next one would wait for it. Never
-    more than the time between failures, where the formula does not hold any more (its stall must be
-    small beside that time).
+
+def young_steps(mtbf_s: float, stall_s: float, save_s: float, step_s: float) -> int:
+    """Return the number of steps between saves, at least one.
+
+    The interval is never shorter than a save takes, because the next save would wait for it. It is
+    never longer than the time between failures, where the formula does not hold any more (it
+    assumes a stall that is small against that time).
     """
     seconds = min(max(math.sqrt(2 * mtbf_s * stall_s), save_s), mtbf_s)
     return max(1, round(seconds / step_s))
 
 
 class Pace:
-    """The next step of a run that a save follows; the same on all ranks."""
+    """The next step of a run after which it saves; the same on all ranks."""
 
     def __init__(self, mtbf_s: float):
         self.mtbf_s = mtbf_s
@@ -58,14 +66,18 @@ class Pace:
         self._edges = 0
 
     def go_on(self, after_step: int, stored: dict[str, Any]) -> None:
-        """Take up what a checkpoint says; one that says nothing was saved at a fixed interval."""
+        """Continue from what a checkpoint stored; one saved at a fixed interval stored nothing."""
         self.next = after_step + FIRST_STEPS
         if stored:
             self.next, self.interval = stored["next"], stored["interval"]
             self.stalls_s, self.saves_s = list(stored["stalls_s"]), list(stored["saves_s"])
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether a save follows update `step`: each planned one, and the last one."""
+        return step == last_step or step >= self.next
+
     def as_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return plain values for the checkpoint."""
         return {
             "next": self.next,
             "interval": self.interval,
@@ -74,22 +86,25 @@ class Pace:
         }
 
     def edge(self) -> None:
-        """A step has ended. The one after a save, or a start, begins the measure: it may hold what
-        comes once."""
+        """Count the end of a step. Timing begins with the end of the first step after a save or a
+        start, because that step may contain work that is done once.
+        """
         if self._since is None:
             self._since = time.perf_counter()
         else:
             self._edges += 1
 
     def step_s(self) -> float | None:
-        """Mean time from step to step since the last save, evaluations included."""
+        """Return the mean time from step to step since the last save, evaluations included."""
         if self._since is None or self._edges == 0:
             return None
         return (time.perf_counter() - self._since) / self._edges
 
     def decide(self, step: int, costs: Sequence[Cost]) -> bool:
-        """Set `next`, from what each rank measured, before the save after `step`; whether the
-        interval is another one now. Training waits for the slowest rank."""
+        """Set `next` from the measurements of all ranks, before the save after `step`; return
+        whether the interval has changed. Training waits for the slowest rank, so the maximum is
+        used.
+        """
         before = self.interval
         for known, measured in (
             (self.stalls_s, [one.stall_s for one in costs]),
@@ -108,6 +123,6 @@ class Pace:
         return self.interval != before
 
     def postpone(self, step: int) -> None:
-        """Set `next` as if a save followed `step`, whether one does or not."""
+        """Set `next` one interval after `step`, whether a save follows `step` or not."""
         self.next = step + self.interval
         self._since, self._edges = None, 0

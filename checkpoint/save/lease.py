@@ -1,16 +1,16 @@
-"""The lease: one attempt writes a run; the next one takes over from a dead or silent one, for good.
+"""The lease: one attempt writes a run, and the next one takes over from a dead or silent one.
 
-    who holds the newest epoch?   nobody, or released    -> take the next one
-                                  of the same supervisor -> take it: it starts one after the other
-                                  ended on this host     -> take it, at once
-                                  alive on this host     -> refused
-                                  somewhere else         -> watch: renewed, refused; silent, take it
-    took it -> sweep what older epochs were saving -> list what is committed -> renew, in a thread
+    who holds the newest epoch?   nobody, or released    -> take the next epoch
+                                  the same supervisor    -> take it: its attempts follow each other
+                                  a process that ended   -> take it at once (same host)
+                                  a living process       -> refuse (same host)
+                                  another host           -> watch: renewed, refuse; silent, take it
+    taken -> remove unfinished saves of older epochs -> list committed checkpoints -> renew (thread)
 
-The one rule: no two clocks are compared. Silence is measured with the watcher's monotonic clock and
-the file system's own times. A holder that was only slow loses the run: its next `check` raises
-Fenced, the folder that it was saving into is gone, and what it commits all the same is no
-checkpoint to any reader. Units: seconds; nanoseconds where named.
+Rule: the clocks of two hosts are never compared. Silence is measured with the watcher's monotonic
+clock and with the file system's own times. A holder that was only slow loses the run: its next
+`check` raises Fenced, the folder that it was saving into is gone, and readers ignore a checkpoint
+that it commits nevertheless. Units: seconds; nanoseconds where named.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fenced, Holder
 
 RENEW_S = 5.0
-# Silence after which a holder elsewhere counts as gone: more than a long pause of a file system.
+# Silence after which a holder on another host counts as gone; longer than file systems pause.
 LEASE_S = 60.0
 POLL_S = 0.5
 
 
 def clock() -> float:
-    """Seconds that go on while this process, or its host, is stopped."""
+    """Return seconds of a clock that goes on while this process, or its host, is stopped."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def this_process(run_folder: Path, lock: int, family: str) -> dict[str, str | int]:
-    """What tells this process and this run from every other, as fields of a Holder."""
+    """Return fields of a Holder that tell this process and this run from every other."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -57,7 +57,9 @@ def this_process(run_folder: Path, lock: int, family: str) -> dict[str, str | in
 
 
 def _or_random(read: Callable[[], str]) -> str:
-    """What a kernel that does not tell is taken for: one that nobody else has."""
+    """Return what `read` gives, or a random value, which nobody else has, where the kernel hides
+    it.
+    """
     try:
         return read()
     except OSError:
@@ -65,18 +67,18 @@ def _or_random(read: Callable[[], str]) -> str:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this host started, in the kernel's clock; None when it has ended.
+    """Return when a process of this host started, in the kernel's clock; None when it has ended.
 
-    "" where the kernel does not tell, as of another user's process under `hidepid`.
+    "" means that the kernel hides it, for example another user's process under `hidepid`.
     """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # it is another user's
+        pass  # the process is another user's
     try:
-        # proc(5): the name, in brackets, may hold blanks; state is field 3, starttime field 22.
+        # proc(5): the name, in brackets, may contain blanks; state is field 3, starttime field 22.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -84,18 +86,19 @@ def started(pid: int) -> str | None:
 
 
 def is_alive(holder: Holder) -> bool:
-    """Whether a holder of this host still runs."""
+    """Return whether a holder of this host still runs."""
     now = started(holder.pid)
     return now is not None and (now == holder.start or "" in (now, holder.start))
 
 
 def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = is_alive) -> str:
-    """free, held or unknown: what this host knows of the newest epoch's holder. Pure but for
-    `alive`. `me` is `this_process`, its `lock` 0 unless this process has the lock now.
+    """Return free, held or unknown: what this host knows of the newest epoch's holder.
 
-    Under one kernel, a lock that the holder had and this process has was freed by its end; and with
-    locks that work, a holder of another folder than this one wrote what this is a copy of. A
-    supervisor starts an attempt when the one before has ended, or is on a host that it has lost.
+    Pure except for `alive`. `me` is `this_process`, with `lock` 0 unless this process has the lock
+    now. Two inferences hold under one kernel where locks work: if this process has the lock that
+    the holder had, the holder has ended; and if the holder names another folder, this folder is a
+    copy of its run. A supervisor starts an attempt only when the one before has ended or its host
+    is lost.
     """
     if holder is None:
         return "unknown"
@@ -112,11 +115,11 @@ def judge(holder: Holder | None, me: Mapping, alive: Callable[[Holder], bool] = 
 
 
 def refuse_held(run_folder: Path, lock: int, family: str = "", wait: bool = True) -> int:
-    """The newest epoch, once its holder is known to be gone; watches one elsewhere, with `wait`.
+    """Return the newest epoch as soon as its holder is known to be gone. With `wait`, a holder on
+    another host is watched first.
 
     `lock` is the inode of the lock file, where this process has it. Raises UserError where an
-    attempt
-    of the run goes on.
+    attempt of the run is running.
     """
     while epoch := epochs.newest(run_folder):
         holder = epochs.read(run_folder, epoch)
@@ -144,16 +147,16 @@ def _busy(run_folder: Path, why: str, how: str = "") -> UserError:
 
 
 def is_renewed(run_folder: Path, epoch: int) -> bool:
-    """Watch a holder elsewhere: True as soon as it renews, False when it was silent too long.
+    """Watch a holder on another host: True as soon as it renews, False when it was silent too long.
 
-    How long it was silent already is told by the file system's own times.
+    The silence before the watch began is taken from the file system's own times.
     """
     before = renewed_ns(run_folder, epoch)
     silent_s = (_server_now_ns(run_folder) - before) / 1e9
-    # Times may come from a cache: look for longer than a renewal takes, in any case.
+    # Times may come from a cache, so always watch for longer than a renewal takes.
     end = clock() + min(max(2 * RENEW_S, LEASE_S - silent_s), LEASE_S)
     print(f"run={run_folder.name}: waiting up to {end - clock():.0f} s to see whether the attempt"
-          f" that holds it goes on", file=sys.stderr, flush=True)  # fmt: skip
+          f" that holds it still runs", file=sys.stderr, flush=True)  # fmt: skip
     while clock() < end:
         time.sleep(min(POLL_S, RENEW_S / 10))
         if epochs.newest(run_folder) != epoch or renewed_ns(run_folder, epoch) != before:
@@ -162,7 +165,9 @@ def is_renewed(run_folder: Path, epoch: int) -> bool:
 
 
 def renewed_ns(run_folder: Path, epoch: int) -> int:
-    """When an epoch was last renewed, in the file system's time; opening asks for the newest."""
+    """Return when an epoch was last renewed, in the file system's time. Opening the file makes a
+    network file system ask for the newest value.
+    """
     descriptor = os.open(epochs.path_of(run_folder, epoch), os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_mtime_ns
@@ -181,9 +186,9 @@ def _server_now_ns(run_folder: Path) -> int:
 
 
 class Lease:
-    """An epoch that this process holds; renewed by a thread until `release` or the process's end.
+    """An epoch that this process holds. A thread renews it until `release` or the process's end.
 
-    `lost(problem)` is called by that thread when another attempt has taken the run.
+    That thread calls `lost(problem)` when another attempt has taken the run.
     """
 
     def __init__(self, run_folder: Path, holder: Holder, lost: Callable[[str], None]):
@@ -194,12 +199,12 @@ class Lease:
 
     @property
     def epoch(self) -> int:
-        """The number of this attempt among the run's."""
+        """Number of this attempt among those of the run."""
         return self.holder.epoch
 
     def check(self) -> None:
-        """Raise Fenced unless this attempt still is the newest. OSError where nothing can be
-        known.
+        """Raise Fenced unless this attempt is still the newest. Raises OSError where the file
+        system does not answer.
         """
         now = epochs.newest(self.run_folder)
         current = epochs.read(self.run_folder, now or self.epoch)
@@ -211,13 +216,13 @@ class Lease:
             )
 
     def confirm(self) -> None:
-        """`check`, where this process was stopped for so long that it may have lost the run."""
+        """Call `check` if this process was stopped for so long that it may have lost the run."""
         if clock() - self.renewed_s > LEASE_S / 2:
             self.check()
 
     def release(self) -> None:
-        """Say that this attempt has ended, so that no other host waits; what cannot be said is
-        not.
+        """Record that this attempt has ended, so that no other host waits. Best effort: errors are
+        ignored.
         """
         self.ended.set()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
@@ -239,13 +244,14 @@ class Lease:
                 self.lost(str(fenced))
                 return
             except OSError:
-                pass  # the file system is away: `confirm` and the next save will tell
+                pass  # the file system is away; `confirm` and the next save will notice
 
 
 def take(run_folder: Path, lock: int, lost: Callable[[str], None], family: str = "") -> Lease:
-    """Begin an attempt: the next epoch, once no other one goes on. Raises UserError, OSError.
+    """Begin an attempt: take the next epoch as soon as no other attempt runs.
 
-    `lock` is the inode of the lock file that this process has, 0 where there are no locks.
+    `lock` is the inode of the lock file that this process has, 0 where there are no locks. Raises
+    UserError where another attempt runs, and OSError.
     """
     (run_folder / epochs.FOLDER).mkdir(exist_ok=True)
     while True:
@@ -264,10 +270,10 @@ def take(run_folder: Path, lock: int, lost: Callable[[str], None], family: str =
 
 
 def _fence_off(run_folder: Path, epoch: int) -> dict[str, int | None]:
-    """Checkpoints of an attempt that begins: name -> epoch that wrote it.
+    """Return the checkpoints that exist as an attempt begins: name -> epoch that wrote it.
 
-    First the folders that older epochs save into lose their names: the rename by which a stopped
-    one would commit then finds nothing, whenever it wakes up. What was committed before is listed.
+    First the folders that older epochs save into are renamed. If a stopped writer wakes up later,
+    the rename by which it would commit finds nothing. Only then committed checkpoints are listed.
     """
     checkpoints = run_folder / "checkpoints"
     manifest.disown(checkpoints, epoch - 1)
@@ -279,8 +285,8 @@ def _fence_off(run_folder: Path, epoch: int) -> dict[str, int | None]:
         except Damaged as damage:
             if damage.problems[0].kind == "late":
                 continue
-            written = None  # it may be a disk that is away
-        except UserError:  # of another version of the project
+            written = None  # the disk may be away
+        except UserError:  # another version of the project wrote it
             written = None
         found[folder.name] = written
     return found

@@ -1,17 +1,17 @@
-"""Whether ranks that should hold the same working weights do: a digest per rank at each save.
+"""Compares the working weights that several ranks hold, by a digest per rank at each save.
 
     replicas of a rank -> digest of each weight -> one digest per group of holders -> exchange
                                                    differs: digests of that group's weights
 
-Master weights and moments exist once; the weights that forward passes use are copies on every
-data-parallel rank (ZeRO-3: those that stay gathered), on every tensor rank where they are not cut
-(norms), and on two pipeline stages where they are tied. A copy that differs has drifted: a bit that
-flipped in memory, on a link or in an arithmetic unit.
+Master weights and moments exist once. The weights that forward passes use are copies: on every
+data-parallel rank (ZeRO-3: those that stay gathered), on every tensor-parallel rank where they are
+not sharded (norms), and on two pipeline stages where they are tied. A copy that differs has
+drifted: a bit has flipped in memory, on a link or in an arithmetic unit.
 
-The one rule: what is exchanged is a few numbers per rank; single weights are named only where some
-differ. Every single flipped bit is found. Digests are compared among ranks of one run only, which
-have the same kind of device: host memory is hashed (xxh3), a GPU sums its words as integers, times
-odd factors, so that nothing leaves the device but the sums.
+Rule: ranks exchange a few numbers each; single weights are compared only where some differ. Every
+single flipped bit is found. Digests are compared only among ranks of one run, which have the same
+kind of device: host memory is hashed (xxh3), and a GPU sums its words as integers times odd
+factors, so that only the sums leave the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Drift:
     parameter: str  # the first one, in the model's order
     more: int  # other weights of the same holders that differ
     holders: str
-    ranks: tuple[int, ...]  # fewer than half of the holders, or all where no value has most
+    ranks: tuple[int, ...]  # the minority, or all holders where no value has a majority
 
     def __str__(self) -> str:
         more = f" and {self.more} other weights" if self.more else ""
@@ -56,7 +56,7 @@ class Drift:
 
 
 def digests(replicas: Sequence[Replica]) -> list[int]:
-    """A 64-bit digest of each weight. On a GPU this waits once, for all of them."""
+    """Return a 64-bit digest of each weight. On a GPU this synchronizes once, for all of them."""
     tensors = [replica.tensor.detach() for replica in replicas]
     if any(tensor.is_cuda for tensor in tensors):
         return torch.stack([word_sum(tensor) for tensor in tensors]).tolist()
@@ -67,9 +67,10 @@ def digests(replicas: Sequence[Replica]) -> list[int]:
 
 
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """() int64: the sum, modulo 2**64, of the tensor's words times an odd factor per column.
+    """Return the sum, modulo 2**64, of the tensor's words times an odd factor per column, () int64.
 
-    A flipped bit changes it by a power of two below 2**64 times an odd number, never by nothing.
+    A flipped bit changes the sum by a power of two below 2**64 times an odd number, which is never
+    zero modulo 2**64.
     """
     words = tensor.contiguous().view(WORDS[tensor.element_size()])
     columns = words.reshape(-1, words.shape[-1]).sum(0, dtype=torch.int64)
@@ -78,7 +79,9 @@ def word_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(replicas: Sequence[Replica]) -> dict[str, int]:
-    """One digest of all weights that this rank shares with the same holders."""
+    """Return, for each group of holders, one digest of all weights that this rank shares with
+    it.
+    """
     text: dict[str, xxhash.xxh3_64] = {}
     for replica, value in zip(replicas, digests(replicas), strict=True):
         one = text.setdefault(replica.holders, xxhash.xxh3_64())
@@ -87,7 +90,7 @@ def summary(replicas: Sequence[Replica]) -> dict[str, int]:
 
 
 def differing(summaries: Sequence[dict[str, int]]) -> list[str]:
-    """Holders whose summaries are not all the same; `summaries` of all ranks, in their order."""
+    """Return the groups of holders whose digests differ; `summaries` has those of all ranks."""
     values: dict[str, set[int]] = {}
     for one in summaries:
         for holders, value in one.items():
@@ -96,7 +99,9 @@ def differing(summaries: Sequence[dict[str, int]]) -> list[str]:
 
 
 def locate(replicas: Sequence[Replica], holders: Sequence[str], comm: Comm) -> list[Drift]:
-    """What differs among each of `holders`; a collective of all ranks, with the same `holders`."""
+    """Find the weights that differ in each group of `holders`; a collective of all ranks, which
+    pass the same `holders`.
+    """
     mine: dict[str, dict[str, int]] = {one: {} for one in holders}
     for replica, value in zip(replicas, digests(replicas), strict=True):
         if replica.holders in mine:
@@ -117,7 +122,7 @@ def locate(replicas: Sequence[Replica], holders: Sequence[str], comm: Comm) -> l
 
 
 def _minority(values: dict[int, int | None]) -> tuple[int, ...]:
-    """Ranks whose value is not the one that most have; all ranks where no value has most."""
+    """Return the ranks whose value is not that of the majority; all ranks where there is none."""
     (common, count), *_ = Counter(values.values()).most_common()
     if 2 * count <= len(values):
         return tuple(values)

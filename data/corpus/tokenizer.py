@@ -1,7 +1,7 @@
-"""Tokenizers: train one, load any Hugging Face folder, encode, identify.
+"""Tokenizers: train one, open any Hugging Face folder, encode, identify.
 
-Its one rule: text is text. A special token's string inside a document is encoded as ordinary
-characters; the end of a document (EOD) is appended by id, and a tokenizer without an end token is
+Rule: text is text. The string of a special token inside a document is encoded as ordinary
+characters. The end of a document (EOD) is appended by id, and a tokenizer without an end token is
 refused.
 
 Units: ids from 0; `vocab_size` is the largest possible id + 1, added tokens included.
@@ -25,8 +25,8 @@ from data.corpus.shard_writer import PublishedFile
 EOD_TOKEN = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 8192
 
-# Its ids tell apart tokenizers whose files look alike. Only ever add a new probe, never edit this
-# one.
+# The ids of this text distinguish tokenizers whose files look alike. Add a new probe if needed, but
+# never edit this one: it is part of every fingerprint.
 PROBE = (
     "The quick brown fox, 3.14159 and 1,000,000\n\n\tdef f(x):  return x\r\n"
     "na\u00efve \u4e2d\u6587 \U0001f600 e\u0301 \u200f<|endoftext|></s>[UNK] \x00"
@@ -36,7 +36,7 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class TextTokenizer:
-    """A tokenizer with a known end token. Build one with `train_bpe`, `byte_tokenizer` or
+    """A tokenizer with a known end token, made by `train_bpe`, `byte_tokenizer` or
     `load_tokenizer`.
     """
 
@@ -59,11 +59,11 @@ class TextTokenizer:
         parsed = json.loads(definition)
         unknown = parsed["model"].get("unk_token")
         self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else None
-        # Ids that no text may have; the unknown token is what some text has, if it ends nothing.
+        # Ids that no text may have. Text may have the unknown token, unless that is the end token.
         self.special_ids = {i for i, t in added.items() if t.special} | {self.eod_id}
         self.special_ids -= {self.unk_id} - {self.eod_id}
         self.normalizer = parsed.get("normalizer")
-        self.encode([PROBE])  # raises where some text has no ids, not even an unknown token's
+        self.encode([PROBE])  # raises where some text has no id, and there is no unknown token
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int64 (n,), without any token added."""
@@ -74,7 +74,7 @@ class TextTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def count_specials(self, text: str) -> int:
-        """How many strings in the text look like special tokens."""
+        """Number of strings in the text that look like special tokens."""
         return sum(1 for _ in self._specials.finditer(text))
 
     def fingerprint(self) -> str:
@@ -112,8 +112,9 @@ class TextTokenizer:
 def train_bpe(
     texts: Iterator[str] | Sequence[str], vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> TextTokenizer:
-    """Byte-level BPE with id 0 = end of document, ids 1 to 256 = the bytes, then merges.
-    Deterministic.
+    """Train a byte-level BPE: id 0 ends a document, ids 1 to 256 are the bytes, then merges.
+
+    Deterministic: the same texts in the same order give the same tokenizer.
     """
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -127,8 +128,9 @@ def train_bpe(
 
 
 def byte_tokenizer() -> TextTokenizer:
-    """257 ids: a byte is its own id, 256 ends a document. For tests: no text is unknown, lengths
-    are plain.
+    """A tokenizer of 257 ids, for tests: a byte is its own id, 256 ends a document.
+
+    It encodes every text, and a text has as many ids as bytes.
     """
     # GPT-2's printable stand-ins: printable bytes for themselves, the others from U+0100 on, in
     # order.
@@ -145,10 +147,10 @@ def byte_tokenizer() -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
-    """Open a Hugging Face tokenizer folder (`tokenizer.json`); the end token is its eos_token
-    unless one is named.
+    """Open a Hugging Face tokenizer folder (`tokenizer.json`).
 
-    Raises UserError when the file is missing or there is no end token.
+    eod_token: the end token, by default the eos_token. Raises UserError where the file is missing,
+    or where there is no end token.
     """
     path = folder / TOKENIZER_FILE
     if not path.is_file():

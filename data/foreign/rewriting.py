@@ -1,6 +1,7 @@
-"""Tokenized files that are written anew: other types, and files whose documents go to two splits.
+"""Token files that are written into new shards: other types, and files whose documents go to two
+splits.
 
-Its one rule: a document is written whole, in the order of its file, or left out and counted.
+Rule: a document is written whole, in the order of its file, or left out and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Sides = Callable[[np.ndarray, np.ndarray], Iterable[tuple[str, np.ndarray]]]
 
 @dataclass
 class Places:
-    """Where shards that are written anew go."""
+    """Folder, type, names and entries of new shards."""
 
     folder: Path
     dtype: np.dtype
@@ -44,8 +45,7 @@ def rewrite(
     facts: Facts,
     advance,
 ) -> None:
-    """Write the documents of a file into shards of our own; a shard ends with the chunk that fills
-    it.
+    """Write the documents of a file into new shards; a shard ends with the chunk that fills it.
 
     cut: shares of its documents in order, such as "969,30,1"; or the share that is held out by
     hash, where 0.0 leaves all in `split`. Raises UserError for an id beyond the vocabulary.
@@ -74,7 +74,7 @@ def rewrite(
 
 
 def _sides(one: Foreign, split: str, cut: str | float) -> Sides:
-    """(ids, lengths) of the next documents of a file -> (split, which of them) pairs."""
+    """A function from (ids, lengths) of the next documents of a file to (split, mask) pairs."""
     if isinstance(cut, str):
         return _by_number(one, cut)
     limit = hash_limit(cut)
@@ -91,7 +91,7 @@ def _sides(one: Foreign, split: str, cut: str | float) -> Sides:
 
 
 def _by_number(one: Foreign, split: str) -> Sides:
-    """As Megatron cuts a file: at the shares of its number of documents, rounded."""
+    """Cut a file like Megatron: at the shares of its number of documents, rounded."""
     shares = [float(share) for share in split.split(",")]
     ends = np.round(np.cumsum(shares) / sum(shares) * one.num_documents).astype(np.int64)
     done = 0

@@ -1,7 +1,7 @@
-"""The sources of a recipe: opened, checked, and how far a run uses them.
+"""The sources of a recipe: opened, checked, and the part of each that a run uses.
 
-Its one rule: everything that can be known to be wrong is reported together, before step 1. A source
-of weight 0 is never drawn and never opened.
+Rule: everything that can be known to be wrong is reported together, before step 1. A source of
+weight 0 is never drawn and never opened.
 
 Units: tokens, windows of `window_tokens`, epochs (passes over all windows of a source).
 """
@@ -28,7 +28,7 @@ MANY_EPOCHS = 4  # beyond it repeated text gives little (Muennighoff et al. 2023
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What a run takes from one source."""
+    """The use of one source in a run."""
 
     uid: str
     corpus: str
@@ -65,8 +65,9 @@ def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[
 
 
 def corpus_problems(data: Data, root: Path) -> list[str]:
-    """What is wrong with the corpora by themselves, for a recipe that is refused anyway, so that a
-    person sees everything at once; none is built.
+    """Problems of the corpora themselves, for a recipe that is refused for another reason.
+
+    So a person sees all problems at once. No corpus is built.
     """
     problems = []
     try:
@@ -83,8 +84,9 @@ def corpus_problems(data: Data, root: Path) -> list[str]:
 
 
 def drawn(data: Data) -> list[str]:
-    """Names of the sources with a weight above 0 at some step, sorted. Raises UserError for weights
-    that are none.
+    """Names of the sources with a weight above 0 at some step, sorted.
+
+    Raises UserError for a weight that is not a finite number of 0 or more.
     """
     steps = {first for source in data.sources.values() for first, _ in source.stages()}
     return sorted(
@@ -97,8 +99,9 @@ def drawn(data: Data) -> list[str]:
 
 
 def num_windows(split: Split | None, window_tokens: int, shifts: int = 1) -> int:
-    """Whole windows, wherever below `shifts` the first one begins: each takes `window_tokens` and
-    one more token, which the next one begins with.
+    """Number of whole windows, for any start of the first one below `shifts`.
+
+    A window takes `window_tokens` tokens and one more, which the next window begins with.
     """
     return max(0, split.num_tokens - shifts) // window_tokens if split else 0
 
@@ -124,7 +127,7 @@ def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
 
 
 def check_updates(skips: Skips, steps: int) -> None:
-    """Raises UserError where none of the run's steps would train."""
+    """Refuse a skip list that leaves no step of the run to train. Raises UserError."""
     first, last = skips.data_step(1), skips.data_step(steps)
     left_out = merged([*skips.advance, *skips.no_update])
     if any(low <= first and last < high for low, high in left_out):

@@ -1,9 +1,9 @@
-"""Documents that a file says are held out: by their text or by their id.
+"""Documents that a file names for validation, by their text or by their id.
 
     {"text": "..."} or {"id": "..."} a line, or a bare id a line
 
-Its one rule: a text is held out, not a row: every document whose text equals that of one that was
-named is held out with it, so no text is on both sides. Memory: the named ones only.
+Rule: a text is held out, not a row: every document with the same text as a named document is held
+out with it, so no text is on both sides. Memory: the named documents only.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from data.text.settings import Settings
 
 
 def held_digests(settings: Settings, units: Sequence[Done]) -> tuple[np.ndarray, int]:
-    """Digests of the texts that settings.held_out names, uint64 (n, 2), and how many of its entries
-    are not in the input.
+    """Digests of the texts that settings.held_out names, uint64 (n, 2), and the number of its
+    entries that are not in the input.
 
-    Raises UserError where a line is neither, or none of them is in the input.
+    Raises UserError where a line is neither a text nor an id, or where the input has none of them.
     """
     none = np.empty((0, 2), dtype=np.uint64)
     if not settings.held_out:
@@ -80,7 +80,7 @@ def read_entries(path: Path, settings: Settings) -> tuple[set[bytes], set[str]]:
                 )
     if ids and not settings.id:
         raise UserError(
-            f"held_out={path}: holds ids, but which field of the input is the id is not said: "
+            f"held_out={path}: holds ids; name the field of the input that holds the id: "
             "OVERRIDES=id=..."
         )
     return texts, ids

@@ -1,7 +1,7 @@
-"""The knobs of `make corpus`: what becomes of the text of the inputs.
+"""The knobs of `make corpus`: how the text of the inputs is treated.
 
-Its one rule: every knob but those of `NOT_IDENTITY` is part of the corpus's identity; the same
-input under other settings is another corpus. Written as OVERRIDES="knob=value ...".
+Rule: every knob but `engine` is part of the corpus's identity; the same input under other settings
+is another corpus. Written as OVERRIDES="knob=value ...".
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ class Settings:
         return {key: value for key, value in asdict(self).items() if key not in later}
 
 
-def read_settings(words: Iterable[str]) -> Settings:
-    """Settings of `make corpus` from `knob=value` words. Raises UserError with all problems."""
-    settings = read_words(Settings, words, "make corpus")
+def read_settings(arguments: Iterable[str]) -> Settings:
+    """Settings of `make corpus` from `knob=value` arguments. Raises UserError with all problems."""
+    settings = read_knobs(Settings, arguments, "make corpus")
     check_settings(settings)
     return settings
 
 
-def read_words(kind: type, words: Iterable[str], command: str):
-    """A dataclass of knobs from `knob=value` words. Raises UserError with all problems."""
+def read_knobs(kind: type, arguments: Iterable[str], command: str):
+    """A dataclass of knobs from `knob=value` arguments. Raises UserError with all problems."""
     known = {one.name: one for one in fields(kind)}
     values, problems = {}, []
-    for word in words:
-        name, found, value = word.partition("=")
+    for argument in arguments:
+        name, found, value = argument.partition("=")
         if not found or name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"known: {', '.join(known)}"
-            problems.append(f"{word}: is not knob=value with a knob of `{command}`; {hint}")
+            problems.append(f"{argument}: is not knob=value with a knob of `{command}`; {hint}")
         elif name in values:
-            problems.append(f"{word}: {name} is given twice")
+            problems.append(f"{argument}: {name} is given twice")
         else:
             try:
                 values[name] = _value(name, str(known[name].type), value)

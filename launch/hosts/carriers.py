@@ -1,11 +1,11 @@
-"""How agents get onto hosts: ssh, pdsh, SLURM's srun, or simply a child process here.
+"""Starts agents on hosts: by ssh, pdsh or SLURM's srun, or as a child process on this host.
 
     ssh     one connection per host; the order goes through its standard input
-    pdsh    one process for all hosts, with no way in: the order goes as a word, in base64
+    pdsh    one process for all hosts, without an input: the order is an argument, in base64
     srun    one job step, one task per host; srun copies its standard input to every task
 
-The one rule: the only text that a remote shell ever sees is `cd FOLDER && exec PYTHON -m
-launch.hosts.agent ...`, every word of it quoted. Names, paths, values and overrides travel as JSON.
+Rule: the only text that a remote shell ever sees is `cd FOLDER && exec PYTHON -m
+launch.hosts.agent ...`, every argument quoted. Names, paths, values and overrides travel as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SSH_OPTIONS = (
 
 @dataclass(frozen=True)
 class Carrier:
-    """One process that brings an order to `nodes` (numbers of hosts) and their messages back."""
+    """A process that takes an order to `nodes` (numbers of hosts) and brings their messages."""
 
     nodes: tuple[int, ...]
     command: tuple[str, ...]
@@ -51,10 +51,10 @@ def carriers(
 ) -> list[Carrier]:
     """The processes to start for `order`. `ssh` is the ssh command with the user's options.
 
-    Raises UserError: a program that is missing, a secret that would show.
+    Raises UserError where a program is missing, or where a secret would be visible.
     """
     for host in hosts:
-        assert is_host_name(host.name), host.name  # whoever read the names has refused others
+        assert is_host_name(host.name), host.name  # launch.hosts.hostfile has refused others
     if via == "ssh":
         return [
             _here(node) if is_here(host.name) else _ssh(node, host.name, root, ssh)
@@ -84,9 +84,9 @@ def _here(node: int) -> Carrier:
 
 
 def _ssh(node: int, name: str, root: Path, ssh: str) -> Carrier:
-    words = ssh_words(ssh)
+    arguments = ssh_arguments(ssh)
     remote = agent_line(root, "--node", str(node))
-    return Carrier((node,), (*words, *SSH_OPTIONS, "--", name, remote))
+    return Carrier((node,), (*arguments, *SSH_OPTIONS, "--", name, remote))
 
 
 def _pdsh(hosts: Sequence[Host], root: Path, order: dict[str, Any], ssh: str) -> Carrier:
@@ -94,21 +94,21 @@ def _pdsh(hosts: Sequence[Host], root: Path, order: dict[str, Any], ssh: str) ->
     secrets = [name for name, value in redacted(environment).items() if value != environment[name]]
     if secrets:
         raise UserError(
-            f"PASS: {', '.join(secrets)} would show in the process lists of all hosts, because pdsh"
-            " has no standard input; use VIA=ssh"
+            f"PASS: {', '.join(secrets)} would be visible in the process lists of all hosts,"
+            " because pdsh has no standard input; use VIA=ssh"
         )
     if not shutil.which("pdsh"):
         raise UserError("VIA=pdsh but there is no pdsh on this machine; use VIA=ssh")
     if any(":" in host.name for host in hosts):
         raise UserError("VIA=pdsh takes no IPv6 addresses; give names, or use VIA=ssh")
-    words = base64.b64encode(json.dumps(order).encode()).decode()
+    encoded = base64.b64encode(json.dumps(order).encode()).decode()
     # With its module `exec` pdsh runs ssh as it is told, and fills in %h (host) and %n (number).
-    ssh_command = [*ssh_words(ssh), *SSH_OPTIONS, "--"]
-    remote = agent_line(root, "--order", words).replace("%", "%%") + " --node %n"
+    ssh_command = [*ssh_arguments(ssh), *SSH_OPTIONS, "--"]
+    remote = agent_line(root, "--order", encoded).replace("%", "%%") + " --node %n"
     command = (
         "pdsh", "-R", "exec", "-S", "-N", "-f", str(len(hosts)),
         "-w", ",".join(host.name for host in hosts),
-        *(word.replace("%", "%%") for word in ssh_command), "%h", remote,
+        *(argument.replace("%", "%%") for argument in ssh_command), "%h", remote,
     )  # fmt: skip
     return Carrier(tuple(range(len(hosts))), command, takes_input=False)
 
@@ -135,18 +135,18 @@ def _srun(hosts: Sequence[Host], root: Path) -> Carrier:
     return Carrier(tuple(range(len(hosts))), command)
 
 
-def ssh_words(ssh: str) -> list[str]:
-    """The user's ssh command as words. Raises UserError."""
+def ssh_arguments(ssh: str) -> list[str]:
+    """The user's ssh command as arguments. Raises UserError."""
     try:
-        words = shlex.split(ssh)
+        arguments = shlex.split(ssh)
     except ValueError as error:
         raise UserError(f"SSH={ssh!r}: {error}") from None
-    if not words or not shutil.which(words[0]):
+    if not arguments or not shutil.which(arguments[0]):
         raise UserError(f"SSH={ssh!r}: no such program here; give one: SSH='ssh -p 2222'")
-    return words
+    return arguments
 
 
-def agent_line(root: Path, *words: str) -> str:
-    """What the remote shell is given: every word quoted, for any shell of the sh or csh kind."""
-    agent = shlex.join([sys.executable, "-m", "launch.hosts.agent", *words])
+def agent_line(root: Path, *arguments: str) -> str:
+    """The line for the remote shell: arguments quoted for any shell of the sh or csh kind."""
+    agent = shlex.join([sys.executable, "-m", "launch.hosts.agent", *arguments])
     return f"cd {shlex.quote(str(root))} && exec {agent}"

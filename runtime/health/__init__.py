@@ -1,6 +1,6 @@
-"""The verdict on a step, and what follows from it.
+"""The verdict on each step, and what follows from it.
 
-health_monitor.py          The health of a run on one rank, from step to step: what the loop a
-recovery.py                What follows a verdict that ends an attempt: the run is taken back to a
-verdict.py                 Whether training is well: one step's loss and gradient norm against
+health_monitor.py          judges each step of an attempt, between backward and update
+recovery.py                rewinds the run, or stops it, after a verdict that ends the attempt
+verdict.py                 the judge: a pure function of a step and the steps before it
 """

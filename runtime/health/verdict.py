@@ -1,20 +1,20 @@
-"""Whether training is well: one step's loss and gradient norm against the steps before it.
+"""The health judge: it compares one step's loss and gradient norm with the steps before it.
 
     (health, seen, limits) -> judge -> verdict: go on | skip | roll back | stop, and the next health
 
-    bad step          not finite, or an outlier: far above the running middle of loss or norm. It
-                      is skipped: the verdict falls before the weights move
-    sustained trouble several non-finite steps in a row, too many bad steps among the last ones, or
-                      a loss that has risen for good: the weights are taken back to an older
-                      checkpoint, and after too many of those the run stops
+    bad step            not finite, or an outlier: far above the running median of loss or norm. It
+                        is skipped, because the verdict comes before the weights move
+    sustained trouble   several non-finite steps in a row, too many bad steps among the last ones,
+                        or a loss that has risen and stays high: the run is rewound to an older
+                        checkpoint, and after too many rewinds it stops
 
-The one rule: a pure function of plain numbers, so every rank that is given the same numbers gives
-the same verdict, and recorded runs can be judged again. Only steps that were accepted enter the
-statistics: one NaN, or one spike, never changes what counts as usual.
+Rule: the judge is a pure function of plain numbers. Every rank with the same numbers gives the same
+verdict, and recorded runs can be judged again. Only accepted steps enter the statistics, so one NaN
+or one spike never changes what counts as usual.
 
-Middles are medians. Spreads are the larger of two robust estimates, from the median deviation and
-from the 95th percentile, so that heavy tails are not taken for spikes. Norms are judged by their
-logarithm. Units: nats, steps; norms before clipping.
+Spreads are the larger of two robust estimates, from the median deviation and from the 95th
+percentile, so that heavy tails are not taken for spikes. Norms are judged by their logarithm.
+Units: nats, steps; norms before clipping.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from enum import StrEnum
 from typing import Any
 
 from base.errors import UserError
-from recipes.schema import Health as Knobs
+from recipes.faults import Health as Knobs
 
-# Standard deviation of a normal distribution / its median absolute deviation, and the number of
-# standard deviations between its middle and its 95th percentile.
+# For a normal distribution: standard deviation / median absolute deviation, and the number of
+# standard deviations between its median and its 95th percentile.
 PER_DEVIATION, AT_95 = 1.4826, 1.645
-# While the learning rate still rises, losses and norms move for good reasons.
+# Factor on all limits during warm-up: while the learning rate rises, losses and norms move anyway.
 WARMUP_SLACK = 2.0
-# Bad steps are counted among the last `patience` times this.
+# Bad steps are counted among the last LOOK_BACK * health.patience steps.
 LOOK_BACK = 4
-# A bad step or two, skipped and past, leave weights as good as they were.
+# Most recent bad steps of a healthy run: one or two skipped steps do the weights no harm.
 LONE = 2
-# A level is a median of many steps, so two standard deviations of one step are far outside it.
+# Limit on a rise of the loss level. The level is a median over many steps, so two standard
+# deviations of a single step are far outside its noise.
 DRIFT_SIGMAS = 2.0
-# Rewinds are counted over, and go back at most, this many times `health.rewind` steps.
+# Rewinds are counted over, and go back at most, REWINDS_WITHIN * health.rewind steps.
 REWINDS_WITHIN = 10
-SMALLEST_NORM = 1e-30  # the logarithm of 0 is no number
+SMALLEST_NORM = 1e-30  # stands for a norm of 0, which has no logarithm
 
 
 class Verdict(StrEnum):
-    """What to do about a step."""
+    """The decision about a step."""
 
     GO_ON = "go_on"
     SKIP = "skip"
@@ -56,7 +57,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The policy of a recipe, and the steps of its warm-up."""
+    """The health policy of a recipe, and its number of warm-up steps."""
 
     knobs: Knobs = dataclasses.field(default_factory=Knobs)
     warmup_steps: int = 0
@@ -64,34 +65,34 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seen:
-    """One step, before its update. `regime` names what the data look like: batch and mixture."""
+    """One step before its update. `regime` names the composition of its data: batch, mixture."""
 
     step: int
     data_step: int
     loss: float  # mean over the global batch
-    grad_norm: float  # of the whole model; DeepSpeed says inf or -1 where it is not finite
+    grad_norm: float  # of the whole model; DeepSpeed gives inf or -1 where it is not finite
     regime: str = ""
 
 
 @dataclass(frozen=True)
-class Health:
-    """What is remembered from step to step, and saved in checkpoints."""
+class HealthState:
+    """The statistics that the judge keeps from step to step; checkpoints save them."""
 
     losses: tuple[float, ...] = ()  # of accepted steps, oldest first
     norms: tuple[float, ...] = ()
-    bad: tuple[tuple[int, int], ...] = ()  # (step, data step) of recent bad ones, oldest first
-    skips_in_a_row: int = 0  # steps that were not finite
-    skipped_steps: int = 0  # all that did not move the weights, left-out batches too
+    bad: tuple[tuple[int, int], ...] = ()  # (step, data step) of recent bad steps, oldest first
+    skips_in_a_row: int = 0  # newest steps in a row that were not finite
+    skipped_steps: int = 0  # all steps that did not move the weights, also those of data.skip
     regime: str = ""
-    best_loss: float | None = None  # lowest level so far: a median over the whole window
+    best_loss: float | None = None  # lowest level so far; a level is a median over the window
     best_step: int = 0  # the step at which it was reached
 
     def as_dict(self) -> dict[str, Any]:
-        """For a checkpoint's JSON, which keeps every bit of a float."""
+        """Plain values for a checkpoint's JSON, which keeps every bit of a float."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Health:
+    def from_dict(cls, values: Mapping[str, Any]) -> HealthState:
         """The inverse of `as_dict`. Raises UserError where another version wrote it."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not names <= set(values):  # others may stand beside them
@@ -105,28 +106,30 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether hardly a step of late was bad: what a checkpoint must be to go back to it."""
+        """Whether at most LONE recent steps were bad. Only such a checkpoint is rewound to."""
         return self.skips_in_a_row == 0 and len(self.bad) <= LONE
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict, why, the health after it, and the step at which the trouble began."""
+    """A verdict, its reason, the health after it, and the step at which the trouble began."""
 
     verdict: Verdict
-    health: Health
+    health: HealthState
     reason: str = ""
-    is_bad: bool = False  # this very step must not move the weights
+    is_bad: bool = False  # this step must not move the weights
     onset: int = 0
 
 
-def judge(health: Health, seen: Seen, limits: Limits, rewound_at: Sequence[int] = ()) -> Judgement:
-    """The verdict on one step that was trained on, before its update.
+def judge(
+    health: HealthState, seen: Seen, limits: Limits, rewound_at: Sequence[int] = ()
+) -> Judgement:
+    """The judgement of one step, after its backward pass and before its update.
 
-    `rewound_at`: steps at which earlier verdicts rolled this run back.
+    `rewound_at` = steps to which earlier verdicts rewound this run.
     """
     knobs = limits.knobs
-    if seen.regime != health.regime:  # other data: nothing that was usual needs to stay so
+    if seen.regime != health.regime:  # other data: the statistics start again
         health = dataclasses.replace(
             health, losses=(), norms=(), regime=seen.regime, best_loss=None, best_step=0
         )
@@ -151,7 +154,7 @@ def judge(health: Health, seen: Seen, limits: Limits, rewound_at: Sequence[int] 
 def remedy(
     step: int, onset: int, trouble: str, knobs: Knobs, rewound_at: Sequence[int]
 ) -> tuple[Verdict, str]:
-    """Roll back, or stop where that is switched off, did not help, or would cost too much."""
+    """Roll back; or stop where that is switched off, did not help, or would lose too many steps."""
     if knobs.rewind == 0:
         return Verdict.STOP, f"{trouble} (health.rewind=0)"
     reach = REWINDS_WITHIN * knobs.rewind
@@ -164,14 +167,14 @@ def remedy(
 
 
 def not_finite(seen: Seen) -> str:
-    """Why a step is not finite, or nothing. DeepSpeed says -1 for a norm that is not."""
+    """The reason why a step is not finite; empty where it is. DeepSpeed gives -1 for such norms."""
     if not math.isfinite(seen.grad_norm) or seen.grad_norm < 0:
         return "gradients not finite"
     return "" if math.isfinite(seen.loss) else "loss not finite"
 
 
-def outlier(health: Health, seen: Seen, limits: Limits) -> str:
-    """Why a finite step is far out of what was usual, or nothing."""
+def outlier(health: HealthState, seen: Seen, limits: Limits) -> str:
+    """The reason why a finite step is an outlier; empty where it is none."""
     knobs = limits.knobs
     if len(health.losses) < knobs.tolerant:
         return ""
@@ -184,7 +187,7 @@ def outlier(health: Health, seen: Seen, limits: Limits) -> str:
             f"gradient norm {seen.grad_norm:.4g}; the median of the last {len(norms)} accepted"
             f" steps is {math.exp(middle):.4g}, the limit {math.exp(most):.4g}"
         )
-    # A high loss with a usual gradient is another kind of text, which does no harm.
+    # A high loss with a usual gradient comes from another kind of text, and does no harm.
     if norm <= middle + slack * math.log(knobs.norm_factor) / 2:
         return ""
     middle = median(health.losses)
@@ -197,8 +200,8 @@ def outlier(health: Health, seen: Seen, limits: Limits) -> str:
     return ""
 
 
-def sustained(health: Health, seen: Seen, limits: Limits) -> tuple[str, int]:
-    """Why the run as a whole is in trouble, and the step at which that began; or nothing, 0."""
+def sustained(health: HealthState, seen: Seen, limits: Limits) -> tuple[str, int]:
+    """The trouble of the run as a whole and the step at which it began; ("", 0) without trouble."""
     knobs = limits.knobs
     if health.skips_in_a_row >= knobs.max_skips:
         count = health.skips_in_a_row
@@ -226,8 +229,8 @@ def sustained(health: Health, seen: Seen, limits: Limits) -> tuple[str, int]:
     return "", 0
 
 
-def with_bad(health: Health, seen: Seen, is_finite: bool, is_skipped: bool) -> Health:
-    """After a bad step: counted, and kept out of the statistics."""
+def with_bad(health: HealthState, seen: Seen, is_finite: bool, is_skipped: bool) -> HealthState:
+    """The health after a bad step: it is counted, and stays out of the statistics."""
     return dataclasses.replace(
         health,
         bad=(*health.bad, (seen.step, seen.data_step)),
@@ -236,8 +239,8 @@ def with_bad(health: Health, seen: Seen, is_finite: bool, is_skipped: bool) -> H
     )
 
 
-def with_good(health: Health, seen: Seen, knobs: Knobs) -> Health:
-    """After an accepted step: its numbers are part of what is usual."""
+def with_good(health: HealthState, seen: Seen, knobs: Knobs) -> HealthState:
+    """The health after an accepted step: its numbers enter the statistics."""
     losses = (*health.losses, seen.loss)[-knobs.window :]
     best_loss, best_step = health.best_loss, health.best_step
     if len(losses) == knobs.window:
@@ -254,23 +257,23 @@ def with_good(health: Health, seen: Seen, knobs: Knobs) -> Health:
     )
 
 
-def passed_over(health: Health) -> Health:
-    """After a step whose batch the recipe leaves out (`data.skip`): no news, but counted."""
+def passed_over(health: HealthState) -> HealthState:
+    """The health after a step that the recipe skips (`data.skip`): it is only counted."""
     return dataclasses.replace(health, skipped_steps=health.skipped_steps + 1)
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number the upper one of two."""
+    """The median; of an even number of values the upper one of the middle two."""
     return sorted(values)[len(values) // 2]
 
 
 def spread(values: Sequence[float], middle: float) -> float:
-    """The standard deviation that a normal distribution with these deviations would have."""
+    """Robust estimate of the standard deviation: the larger of the two described above."""
     deviation = median([abs(value - middle) for value in values])
     high = sorted(values)[math.ceil(0.95 * len(values)) - 1]
     return max(PER_DEVIATION * deviation, (high - middle) / AT_95)
 
 
 def logarithm(norm: float) -> float:
-    """Natural logarithm of a norm; 0 has a very small one."""
+    """Natural logarithm of a norm; a norm of 0 counts as SMALLEST_NORM."""
     return math.log(max(norm, SMALLEST_NORM))

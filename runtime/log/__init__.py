@@ -1,8 +1,8 @@
-"""What rank 0 writes down: metrics, TensorBoard, the console.
+"""The record that rank 0 writes: metrics, events, TensorBoard, the console.
 
-console.py                 What a person sees while the run goes on: one line that stays in pl
-event_files.py             TensorBoard event files of one segment of a run, and the pages that
-metrics.py                 The record of a run, written by one rank, and the numbers drawn fro
-rank0_record.py            What rank 0 keeps of a run while it trains: metrics, events, ledger
-wandb_mirror.py            Weights & Biases as a mirror of the event files, never a second sou
+console.py                 the progress display: one live line in a terminal, plain lines in a pipe
+event_files.py             TensorBoard's event files: series, charts, texts, hyper-parameters
+metrics.py                 metrics.jsonl, the other line files, and the summary of a run
+rank0_record.py            reads the device scalars of a finished step and records everything
+wandb_mirror.py            Weights & Biases as a mirror of TensorBoard's event files
 """

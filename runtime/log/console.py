@@ -1,14 +1,14 @@
-"""What a person sees while the run goes on: one line that stays in place, or plain lines in a pipe.
+"""The progress display of a run: one live line in a terminal, plain lines in a pipe.
 
     terminal   tiny  120/400  [#######-----------------]  loss 3.4120  val 3.5010  9,876 tokens/s
     pipe       step 120/400  loss 3.4120  grad norm 0.912  lr 3.00e-04  9,876 tokens/s  0.41 s/step
 
-One rule: it prints numbers of metrics lines and computes none of its own, besides the time left.
-A line that does not fit the terminal loses whole fields, the least important first, never half a
-name. In a pipe every `log.every`-th step is printed, and the first, the last, each step with an
-evaluation and each skipped one.
+Rule: it prints the numbers of metrics lines; the only number of its own is the time left. A line
+that does not fit the terminal loses whole fields, the least important first. In a pipe every
+`log.every`-th step is printed, and also the first, the last, each step with an evaluation and each
+skipped step.
 
-Units: tokens/s over all ranks; time left is wall-clock, evaluation and saves included.
+Units: tokens/s over all ranks; the time left is wall-clock time with evaluation and saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from base.units import duration
 from base.values import counted
 
-REDRAW_S = 0.1  # a faster line is not read, and costs time over a slow connection
+REDRAW_S = 0.1  # nobody reads a faster line, and it costs time over a slow connection
 BAR_WIDTH = 24
 GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 TO_LINE_START_AND_CLEAR = "\r\x1b[2K"
@@ -32,8 +32,8 @@ TO_LINE_START_AND_CLEAR = "\r\x1b[2K"
 class Console:
     """The progress display of one run, on the rank that writes the metrics.
 
-    `total_steps` is the last step that this process will reach, `after_step` the one it goes on
-    from. `now` gives seconds; `columns` the width of the terminal (both replaced in tests).
+    `total_steps` is the last step that this process will reach, `after_step` the step from which it
+    goes on. `now` gives seconds, `columns` the width of the terminal; tests replace both.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Console:
             self._put(plain_text(line, self._total, left_s) + "\n")
 
     def log(self, text: str) -> None:
-        """Print a message of its own line; the live line stays below it."""
+        """Print a message on a line of its own; the live line stays below it."""
         clear = TO_LINE_START_AND_CLEAR if self._shown else ""
         self._put(f"{clear}{text}\n{self._shown}")
 
     def close(self) -> None:
-        """Leave the live line where it is and go to the next one; harmless when called twice."""
+        """End the live line, so that later output starts on a new one; may be called twice."""
         if self._shown:
             self._put("\n")
             self._shown = ""
@@ -94,7 +94,7 @@ class Console:
 
     def _draw(self, text: str, is_skipped: bool) -> None:
         color = YELLOW if is_skipped else GREEN
-        if self._has_color and (end := text.find("]")) > 0:  # color the bar, keep numbers readable
+        if self._has_color and (end := text.find("]")) > 0:  # only the bar, numbers stay readable
             begin = text.find("[")
             text = f"{text[:begin]}{color}{text[begin : end + 1]}{PLAIN}{text[end + 1 :]}"
         self._shown = text
@@ -102,7 +102,7 @@ class Console:
 
     def _left_s(self, step: int, now: float) -> float | None:
         first_step, first_now = self._first
-        # the first step compiles and allocates: no estimate from it
+        # The first step compiles and allocates: no estimate is made from it.
         if step == first_step or step >= self._total:
             return None
         return (now - first_now) / (step - first_step) * (self._total - step)
@@ -115,7 +115,7 @@ def live_fields(
     val_loss: float | None,
     left_s: float | None,
 ) -> list[tuple[int, str]]:
-    """(importance, text) of each field of the live line, in the order shown; 0 stays to the end."""
+    """(importance, text) of each field of the live line, in display order; 0 is never dropped."""
     done = min(1.0, line["step"] / total)
     filled = int(done * BAR_WIDTH)
     bar = f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}]"
@@ -134,7 +134,7 @@ def live_fields(
 
 
 def fit(fields: list[tuple[int, str]], width: int) -> str:
-    """The fields joined by two blanks, without the least important ones where they pass `width`."""
+    """The fields joined by two blanks; the least important ones are dropped to fit `width`."""
     fields = list(fields)
     while True:
         text = "  ".join(text for _, text in fields)
@@ -167,7 +167,7 @@ def plain_text(line: Mapping[str, Any], total: int, left_s: float | None) -> str
 
 
 def skipped_text(line: Mapping[str, Any]) -> str:
-    """Why a step did not move the weights; empty where it did."""
+    """The reason why a step did not move the weights; empty where it did."""
     if not line["skipped"]:
         return ""
     if not line["targets"]:
@@ -178,12 +178,12 @@ def skipped_text(line: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, spec: str) -> str:
-    """`value` in the given format; a metrics line has None where it was not finite or not known."""
+    """`value` in the given format; None in a metrics line means not finite."""
     return "not finite" if value is None else format(value, spec)
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """A run's numbers (runtime.log.metrics.summary) in three lines, for the end of a run."""
+    """The summary of a run (runtime.log.metrics.summary) in a few lines, for the end of a run."""
     if summary["last_step"] is None:
         return "no step was recorded"
     lines = [

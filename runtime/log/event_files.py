@@ -1,18 +1,17 @@
-"""TensorBoard event files of one segment of a run, and the pages that TensorBoard makes of them.
+"""TensorBoard's event files for one segment of a run: series, charts, texts, hyper-parameters.
 
     runs/<run>/tensorboard/segment-00/events.out.tfevents.<second>.<host>.<process>.<attempt>
 
-One rule: the x axis is the optimizer step, for every series of every file; tokens are a series of
-their own. Units stand in each series' tag, or in the card `series` of the text tab (TensorBoard's
-fast loader shows no descriptions).
+Rule: the x axis of every series is the optimizer step; tokens are a series of their own. Units
+stand in each series' tag, or in the card `series` of the text tab (TensorBoard's fast loader shows
+no descriptions).
 
 Records are written with the tensorboard package's own record writer and protos, synchronously, and
-handed to the system after each step: a killed run loses nothing, and neither TensorFlow nor torch
-is imported. (The package's EventFileWriter imports TensorFlow wherever it is installed, keeps up to
-two minutes of records in memory, and names files so that the order of two attempts can turn
-around.)
-A restart writes a SessionLog START record with the first step to come: readers forget what an
-earlier attempt wrote from that step on.
+passed to the system after each step: a killed run loses nothing, and neither TensorFlow nor torch
+is imported. The package's EventFileWriter is not used: it imports TensorFlow wherever it is
+installed, keeps up to two minutes of records in memory, and its file names can sort two attempts in
+the wrong order. A restart writes a SessionLog START record with its first step; readers then
+forget what an earlier attempt wrote from that step on.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from checkpoint.lineage import lineage, read
 
-# field of a metrics line -> (tag, what it is). TensorBoard sorts by tag and makes one group per
-# word before the slash; no group sorts before the loss, which is what people open the page for.
+# Field of a metrics line -> (tag, meaning). TensorBoard sorts by tag and makes one group per word
+# before the slash; the groups are named so that the loss, which people look for, comes first.
 SERIES = {
     "loss": ("loss/train", "mean cross-entropy per target token of the step's global batch, nats"),
     "val_loss": (
@@ -102,7 +101,7 @@ SERIES = {
     ),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }
-ONLY_WHEN_ANY = ("eval_s",)  # a zero at every other step would only hide the points
+ONLY_WHEN_ANY = ("eval_s",)  # a zero at every step without an evaluation would hide the points
 
 # field of a summary -> (tag, column of the hyper-parameters tab, which shows five at once)
 RESULTS = {
@@ -155,8 +154,10 @@ FAMILIES = ("rank", "node")  # series that only some runs have, known when their
 
 
 def segment_folder(run_folder: Path, segment: int) -> Path:
-    """Where the event files of a segment lie. TensorBoard shows a folder's name as a run's: it
-    sorts by number, and says where the line parts from that of the segment before.
+    """The folder with the event files of a segment.
+
+    TensorBoard shows its name as the name of a run, so it sorts by number and contains the step
+    after which the segment leaves the one before.
     """
     after = lineage(read(Path(run_folder)), segment).after if segment else 0
     name = f"segment-{segment:02d}" + (f"-after-{after}" if segment else "")
@@ -166,13 +167,14 @@ def segment_folder(run_folder: Path, segment: int) -> Path:
 class EventFiles:
     """The event file of one attempt of one segment, which goes on from `after_step`.
 
-    It is a view: a disk that takes no more costs points, which `say` tells once, and no run.
+    Event files are only a view. A full disk costs points, which `log` reports once, and never the
+    run.
     """
 
     def __init__(
         self, folder: Path, *, attempt: int, after_step: int, log: Callable[[str], None] = print
     ):
-        self._log, self._is_told = log, False
+        self._log, self._has_warned = log, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _next_name(folder, attempt)
         self._writer = RecordWriter(open(path, "xb"))  # noqa: SIM115 - RecordWriter closes it
@@ -180,7 +182,7 @@ class EventFiles:
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(event_pb2.Event(session_log=start, step=after_step + 1))
-        self._attempt(self._writer.flush)
+        self._try(self._writer.flush)
 
     def scalars(self, step: int, line: Mapping[str, Any]) -> None:
         """Write the series of one metrics line; a field that is missing or None has no point."""
@@ -195,7 +197,7 @@ class EventFiles:
         self._summary(step, points)
 
     def points(self, step: int, series: Mapping[str, tuple[float, str]]) -> None:
-        """Write a point of each series: tag -> (number, what it is)."""
+        """Write a point of each series; `series` maps tag -> (number, meaning)."""
         self._summary(step, [self._scalar(tag, *each) for tag, each in series.items()])
 
     def results(
@@ -217,7 +219,8 @@ class EventFiles:
     def page(self, step: int = 0, *, without: Collection[str] = ()) -> None:
         """Write the custom-scalars page, without the charts of fields that are not recorded.
 
-        `without` has fields of SERIES, and FAMILIES. Of several pages the newest is shown.
+        `without` contains fields of SERIES, and names of FAMILIES. TensorBoard shows the newest of
+        several pages.
         """
         families = tuple(f"{name}/" for name in FAMILIES if name in without)
         empty = {SERIES[field][0] for field in without if field in SERIES}
@@ -239,7 +242,7 @@ class EventFiles:
         )
 
     def legend(self) -> None:
-        """Write the text card that says what each series is."""
+        """Write the text card with the meaning of each series."""
         rows = "".join(f"| {tag} | {meaning} |\n" for tag, meaning in sorted(SERIES.values()))
         self.text(0, "series", f"| series | what it is |\n|---|---|\n{rows}")
 
@@ -251,7 +254,7 @@ class EventFiles:
 
     def image(self, step: int, tag: str, png: bytes) -> None:
         """Write a picture; `png` is the content of a PNG file."""
-        # The header chunk of every PNG: 8 bytes of mark, length, "IHDR", then width and height.
+        # Header of a PNG file: 8 bytes of signature, length, "IHDR", then width and height.
         width, height = struct.unpack(">II", png[16:24])
         picture = summary_pb2.Summary.Image(
             width=width, height=height, colorspace=4, encoded_image_string=png
@@ -264,9 +267,9 @@ class EventFiles:
         name: str,
         columns: Mapping[str, tuple[str, str]] = RESULTS,
     ) -> None:
-        """Make `name` a row of the hyper-parameters tab: its values, and `columns` as its metrics.
+        """Make `name` a row of the hyper-parameters tab, with `values`, and `columns` as metrics.
 
-        The tab shows the first NUM_SHOWN of `values`; the others wait behind their check boxes.
+        The tab shows the first NUM_SHOWN of `values`; a check box shows each of the others.
         """
         experiment = api_pb2.Experiment()
         session = hparams_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
@@ -293,8 +296,8 @@ class EventFiles:
         self._hparams("session_end_info", end)
 
     def close(self) -> None:
-        """Close the file; nothing is pending, each call above has handed over what it wrote."""
-        self._attempt(self._writer.close)
+        """Close the file. Nothing is pending, because each call above has flushed its records."""
+        self._try(self._writer.close)
 
     def _scalar(self, tag: str, number: float, meaning: str):
         # The older of the two encodings: every reader knows it, and TensorBoard's EventAccumulator
@@ -329,32 +332,32 @@ class EventFiles:
 
     def _summary(self, step: int, values: list) -> None:
         self._write(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
-        self._attempt(self._writer.flush)
+        self._try(self._writer.flush)
 
     def _write(self, event) -> None:
         event.wall_time = time.time()
-        self._attempt(lambda: self._writer.write(event.SerializeToString()))
+        self._try(lambda: self._writer.write(event.SerializeToString()))
 
-    def _attempt(self, act: Callable[[], object]) -> None:
-        # Python's buffer keeps whole records that were not taken, for the next attempt.
+    def _try(self, act: Callable[[], object]) -> None:
+        # Python's buffer keeps whole records that the disk did not take, for the next try.
         try:
             act()
         except OSError as error:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 self._log(f"warning: {missing(error)}")
 
 
 def missing(error: OSError) -> str:
-    """What an event file that cannot be written means."""
+    """The warning about an event file that cannot be written."""
     return f"TensorBoard gets no points: {error}; metrics.jsonl has them all"
 
 
 def _next_name(folder: Path, attempt: int) -> str:
-    """A file name that sorts after every earlier attempt's, also where clocks of hosts differ.
+    """A file name that sorts after those of all earlier attempts, also where clocks differ.
 
-    Readers take files in the order of their names, and the name begins with the second of creation
-    (W&B's mirror relies on second and host name).
+    Readers take files in the order of their names. The name begins with the second of creation,
+    because W&B's mirror relies on second and host name.
     """
     seconds = [
         int(found[1])

@@ -1,15 +1,15 @@
-"""The record of a run, written by one rank, and the numbers drawn from it.
+"""The record of a run, written by one rank, and the summary computed from it.
 
-    loop -> MetricsWriter.step(...) -> metrics.jsonl, exact       -> summary(): a run in numbers
-                                    -> runtime.log.event_files        -> runtime.log.wandb_mirror
-                                    (W&B), if asked
-                                    -> the line it returns        -> runtime.log.console
+    loop -> MetricsWriter.step(numbers) -> metrics.jsonl, exact   -> summary(): a run in numbers
+                                        -> runtime.log.event_files (TensorBoard)
+                                           -> runtime.log.wandb_mirror, where log.wandb asks for it
+                                        -> returns the line       -> runtime.log.console
 
-One rule: a number is computed once, here; every place that prints it prints this one. Only the
-rank that has the loss (global rank 0) makes a writer, under the lock of the run folder.
+Rule: a number is computed once, here, and every place that prints it prints this one. Only the rank
+that has the loss (global rank 0) makes a writer, under the lock of the run folder.
 
 Units: seconds, tokens, GiB (2**30 bytes), tokens/s over all ranks unless the name says per rank;
-mfu is 0..1. Evaluation and saves are in no speed. `tokens` counts what the run has consumed up to
+mfu is 0..1. No speed includes evaluation or saves. `tokens` counts what the run has consumed up to
 and including the step.
 """
 
@@ -18,10 +18,14 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.redaction import redact, secret_values
+from base.run_variables import LAUNCH
+from base.units import GIB, MIB
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import attempts, goodput, records
@@ -32,34 +36,58 @@ from runtime.monitor import speed
 from runtime.monitor.clock import StepTimes
 from runtime.monitor.device_table import throttle_names
 
-# What a run's numbers are made of.
+# Fields of metrics.jsonl from which `summary` computes a run's numbers.
 SUMMED = (
     "first_of_attempt", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens",
     "mfu",
     "step_s", "skipped_steps", "loss",
 )  # fmt: skip
-# field of a reading -> what it is; each GPU's series are node/<host>/gpu/<index>/<field>
+# Field of a reading -> its meaning. Each GPU's series are node/<host>/gpu/<index>/<field>.
 GPU_SERIES = {
     "temperature_c": "degrees Celsius",
-    "memory_temperature_c": "degrees Celsius, of the memory",
+    "memory_temperature_c": "temperature of the memory, degrees Celsius",
     "power_w": "W",
-    "sm_clock_mhz": "MHz, of the processors",
-    "memory_clock_mhz": "MHz",
-    "utilization_percent": "share of the time in which something ran",
-    "memory_used_gib": "GiB, of all programs",
-    "throttle": "bits of what holds the clocks down; 4 is the power cap",
+    "sm_clock_mhz": "clock of the processors, MHz",
+    "memory_clock_mhz": "clock of the memory, MHz",
+    "utilization_percent": "share of the time in which a kernel ran, percent",
+    "memory_used_gib": "memory used by all programs, GiB",
+    "throttle": "bit mask of the reasons for lower clocks; 4 is the power cap",
     "ecc_corrected": "memory errors since the driver was loaded",
     "ecc_uncorrected": "memory errors since the driver was loaded",
     "pcie_replays": "repeated transfers since the driver was loaded",
 }
 
 
-class MetricsWriter:
-    """Writes what happens in one run folder; one per run, on the rank that has the loss.
+@dataclass(frozen=True)
+class StepNumbers:
+    """One finished step in plain numbers, read from the device one step late.
 
-    `after_step` is the step this process goes on from (0 = from the start): lines of this segment
-    past it are removed, readers of the event files forget them. `flops_per_token` is model.cost's,
-    `peak_flops` one device's (runtime.monitor.speed.peak_flops); without either `mfu` is null.
+    A tensor in it is a TypeError when it is written: to read it there would make the device wait.
+    """
+
+    step: int
+    loss: float | None  # mean cross-entropy per target token, nats
+    grad_norm: float | None  # before clipping
+    lr: float
+    tokens: int  # running total of tokens_per_step
+    tokens_per_step: int  # of the global batch
+    targets: int  # tokens of the global batch that the loss was taken on
+    times: StepTimes
+    accumulation: int  # micro-batches per rank
+    skipped: bool = False
+    val_loss: float | None = None
+    communication_bytes: Mapping[str, int] | None = None  # by kind (runtime.engine.communication)
+    seq_len: int | None = None  # where it changes from step to step
+    flops_per_token: float | None = None  # of this step, where seq_len changes
+
+
+class MetricsWriter:
+    """Writes the record of one run; one writer per run, on the rank that has the loss.
+
+    `after_step` is the step from which this process goes on (0 = from the start): later lines of
+    this segment are removed, and readers of the event files forget them. `flops_per_token` comes
+    from model.cost, `peak_flops` is one device's (runtime.monitor.speed.peak_flops); without either
+    of them `mfu` is null.
     """
 
     def __init__(
@@ -80,7 +108,7 @@ class MetricsWriter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._tensorboard, self._log = tensorboard, log
         self._file = self._events = self._mirror = None
-        self._first_step: int | None = None  # of this attempt
+        self._first_step: int | None = None  # the first step of this attempt
         self._uncharted: set[str] = set()  # fields and families without a chart
         for name in records.HAVE:
             records.make_way(self.folder / name, log)
@@ -89,7 +117,7 @@ class MetricsWriter:
         self.attempt = attempts.next_number(self.folder)
         if wandb is not None:
             self._mirror = wandb_mirror.Mirror(wandb, self.folder, self.segment, self.attempt, log)
-        launch = {"launch": os.environ[attempts.LAUNCH]} if attempts.LAUNCH in os.environ else {}
+        launch = {"launch": os.environ[LAUNCH]} if LAUNCH in os.environ else {}
         self.event(
             "began",
             segment=segment,
@@ -99,10 +127,10 @@ class MetricsWriter:
             **launch,
         )
         self.resume(after_step)
-        self._tell_damage()
+        self._report_damage()
 
     def resume(self, after_step: int) -> None:
-        """Go on from `after_step`: forget what this segment wrote past it, also in TensorBoard."""
+        """Go on from `after_step`: remove what this segment wrote past it, also in TensorBoard."""
         self._close_files()
         path = self.folder / METRICS
         removed = records.truncate_after(path, self.segment, after_step)
@@ -133,11 +161,11 @@ class MetricsWriter:
             except OSError as error:
                 self._log(f"warning: {missing(error)}")
 
-    def _tell_damage(self) -> None:
-        """Put on record, once, what is no longer there of the record: a run goes on without."""
-        told = {event.get("text") for event in records.read_events(self.folder, "damaged_record")}
+    def _report_damage(self) -> None:
+        """Record, once, which lines of the record are damaged or missing; the run goes on."""
+        known = {event.get("text") for event in records.read_events(self.folder, "damaged_record")}
         for text in records.losses(self.folder, self._after_step):
-            if text not in told:
+            if text not in known:
                 self.event("damaged_record", text=text)
                 self._log(f"warning: {text}")
 
@@ -147,12 +175,12 @@ class MetricsWriter:
         texts: Mapping[str, str],
         unrecorded: Collection[str] = (),
     ) -> None:
-        """Put the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
+        """Write the run's description into TensorBoard: hyper-parameters, page of charts, `texts`.
 
-        `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` has
+        `hyper_parameters` is a flat mapping (`hyper_parameters()` below makes it); `texts` maps
         file name -> content (recipe.yaml, ds_config.json). Values of knobs that hold secrets are
-        masked. Fields of `unrecorded` get no chart or column; nor does mfu where the peak is not
-        known. Those of GPUs and ranks get one with their first point.
+        masked. Fields in `unrecorded` get no chart and no column, and neither does mfu where the
+        peak is not known. Series of GPUs and ranks get their charts with their first point.
         """
         if self._events is None:
             return
@@ -162,7 +190,7 @@ class MetricsWriter:
         self._uncharted = {*unrecorded, *([] if has_mfu else ["mfu"]), *FAMILIES}
         self._events.page(without=self._uncharted)
         self._events.legend()
-        # The tab shows a dozen letters of it.
+        # Short, because the tab shows only about twelve letters of it.
         session = self.folder.name + (f".{self.segment}" if self.segment else "")
         columns = {
             field: column
@@ -177,53 +205,42 @@ class MetricsWriter:
         if self._mirror is not None:
             self._mirror.describe(hyper_parameters)
 
-    def step(
-        self,
-        step: int,
-        *,
-        loss: float | None,
-        grad_norm: float | None,
-        lr: float,
-        tokens: int,
-        tokens_per_step: int,
-        targets: int,
-        times: StepTimes,
-        accumulation: int,
-        skipped: bool = False,
-        val_loss: float | None = None,
-        communication_bytes: Mapping[str, int] | None = None,
-        seq_len: int | None = None,
-        flops_per_token: float | None = None,
-    ) -> dict[str, Any]:
-        """Record one finished step, in plain numbers read one step late, and return its line.
+    def step(self, numbers: StepNumbers) -> dict[str, Any]:
+        """Record one finished step and return its line."""
+        self._skipped_steps += bool(numbers.skipped)
+        written = jsonl.encode(self._line(numbers))
+        jsonl.append(self._file, written)
+        line = records.parse_line(written)
+        if self._events is not None:
+            self._events.scalars(numbers.step, line)
+        if numbers.times.is_first:
+            self._first_step = numbers.step
+            self.event("first_step", step=numbers.step)
+            if self._events is not None:
+                self._events.scalars(numbers.step, goodput.series(self.folder))
+        return line
 
-        `tokens_per_step` and `targets` are the global batch's tokens and those the loss was taken
-        on; `tokens` is their running total (of tokens_per_step). `grad_norm` is before clipping,
-        `communication_bytes` what was counted (runtime.engine.communication), by kind. `seq_len`
-        and
-        `flops_per_token` are those of the step where they change on the way. A tensor is a
-        TypeError: reading it here would make the device wait.
-        """
-        self._skipped_steps += bool(skipped)
+    def _line(self, numbers: StepNumbers) -> dict[str, Any]:
+        """The fields of a step's line in metrics.jsonl."""
+        times, loss, grad_norm = numbers.times, numbers.loss, numbers.grad_norm
         device_gib, host_gib = memory.peak_device_gib(), memory.peak_host_gib()
-        per_s = speed.tokens_per_s(tokens_per_step, times.step_s)
-        if not targets:  # nothing was trained on: no loss, which is not one that is not finite
+        per_s = speed.tokens_per_s(numbers.tokens_per_step, times.step_s)
+        if not numbers.targets:  # no target: there is no loss, and null must not read as not finite
             loss = grad_norm = per_s = None
+        flops_per_token = numbers.flops_per_token or self._flops_per_token
         line = {
-            "step": step,
+            "step": numbers.step,
             "segment": self.segment,
             "attempt": self.attempt,
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": tokens,
-            "tokens_per_step": tokens_per_step,
-            "targets": targets,
+            "lr": numbers.lr,
+            "tokens": numbers.tokens,
+            "tokens_per_step": numbers.tokens_per_step,
+            "targets": numbers.targets,
             "tokens_per_s": per_s,
             "tokens_per_s_per_rank": None if per_s is None else per_s / self.world,
-            "mfu": speed.mfu(
-                per_s, flops_per_token or self._flops_per_token, self._peak_flops, self.world
-            ),
+            "mfu": speed.mfu(per_s, flops_per_token, self._peak_flops, self.world),
             "step_s": times.step_s,
             "data_s": times.data_s,
             "compute_s": times.compute_s,
@@ -233,37 +250,27 @@ class MetricsWriter:
             "memory_gib": host_gib if device_gib is None else device_gib,
             "host_memory_gib": host_gib,
             "device_memory_gib": device_gib,
-            "skipped": bool(skipped),
+            "skipped": bool(numbers.skipped),
             "skipped_steps": self._skipped_steps,
-            "accumulation": accumulation,
+            "accumulation": numbers.accumulation,
             "first_of_attempt": times.is_first,
         }
-        if val_loss is not None:
-            line["val_loss"] = val_loss
-        if seq_len is not None:
-            line["seq_len"] = seq_len
-        if communication_bytes is not None:
-            line["communication_mib"] = sum(communication_bytes.values()) / memory.MIB
-            line["communication_bytes"] = dict(communication_bytes)
-        written = records.strict_line(line)
-        records.write_line(self._file, written)
-        line = records.parse_line(written)
-        if self._events is not None:
-            self._events.scalars(step, line)
-        if times.is_first:
-            self._first_step = step
-            self.event("first_step", step=step)
-            if self._events is not None:
-                self._events.scalars(step, goodput.series(self.folder))
+        if numbers.val_loss is not None:
+            line["val_loss"] = numbers.val_loss
+        if numbers.seq_len is not None:
+            line["seq_len"] = numbers.seq_len
+        if numbers.communication_bytes is not None:
+            line["communication_mib"] = sum(numbers.communication_bytes.values()) / MIB
+            line["communication_bytes"] = dict(numbers.communication_bytes)
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one line to events.jsonl: an alarm, a verdict, an attempt."""
+        """Append one line to events.jsonl: an alarm, a verdict, a save, ..."""
         fields = {"segment": self.segment} | fields
         records.record_event(self.folder, kind, attempt=self.attempt, **fields)
 
     def devices(self, step: int, host: str, gpus: list[dict[str, Any]]) -> None:
-        """Record a reading of one host's GPUs: a line each in devices.jsonl, and their series."""
+        """Record a reading of one host's GPUs: a line per GPU in devices.jsonl, and its series."""
         width = len(str(len(gpus) - 1))
         for gpu in gpus:
             fields = {"step": step, "host": host, **gpu}
@@ -282,8 +289,10 @@ class MetricsWriter:
                 self._chart(step, "node")
 
     def ranks(self, step: int, own_s: list[float | None]) -> None:
-        """Record own seconds of a step of every rank, in order of rank: a line in ranks.jsonl, and
-        a series each."""
+        """Record each rank's own seconds of a step, in order of rank.
+
+        They become one line in ranks.jsonl and one point in each rank's series.
+        """
         fields = {"step": step, "own_s": own_s}
         records.record(self.folder / RANKS, segment=self.segment, attempt=self.attempt, **fields)
         if self._events is not None:
@@ -298,19 +307,19 @@ class MetricsWriter:
             self._chart(step, "rank")
 
     def _chart(self, step: int, family: str) -> None:
-        """Give a family of series its charts, now that it has a point."""
+        """Add the charts of a family of series to the page, now that it has a point."""
         if family in self._uncharted:
             self._uncharted.remove(family)
             self._events.page(step, without=self._uncharted)
 
     def card(self, step: int, kind: str, text: str) -> None:
-        """Put what somebody should know into TensorBoard's text tab."""
+        """Write an alarm into TensorBoard's text tab."""
         if self._events is not None:
             self._events.text(step, f"alarms/{kind}", text)
 
     def saved(self, step: int, size_bytes: int, seconds: float, stall_s: float) -> None:
-        """Record a checkpoint: bytes of all ranks together, seconds it took and training stood."""
-        size_gib = size_bytes / memory.GIB
+        """Record a save: bytes over all ranks, its seconds, and those that training waited."""
+        size_gib = size_bytes / GIB
         fields = {
             "checkpoint_gib": size_gib,
             "checkpoint_s": seconds,
@@ -330,7 +339,7 @@ class MetricsWriter:
         result = summary(self.folder, self.segment)
         if self._events is not None:
             step = result["last_step"] or self._after_step
-            if step != self._first_step:  # which has its point already
+            if step != self._first_step:  # the first step has its point already
                 self._events.scalars(step, goodput.series(self.folder))
             self._events.results(step, result)
             self._events.end_session(is_success)
@@ -338,7 +347,7 @@ class MetricsWriter:
         return result
 
     def close(self) -> None:
-        """Close the files without a result (a run that failed); closing twice is harmless."""
+        """Close the files without a result, as after a failure; closing twice is harmless."""
         self._close_files()
         if self._mirror is not None:
             self._mirror.close()
@@ -352,13 +361,12 @@ class MetricsWriter:
 
 
 def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
-    """A run in numbers (`path`: its folder or metrics.jsonl): its newest segment, or `segment`.
+    """A run in numbers: its newest segment, or `segment`. `path` = its folder or metrics.jsonl.
 
-    Speeds are medians over steps, without the first step of each attempt (it compiles, allocates
-    and
-    fills caches), with the quartiles as their spread; None where no other step was recorded. Peak
-    memory is the device's, or the host's where there is no device (`memory_of` says which). Losses
-    are None where they were not finite.
+    Speeds are medians over steps without the first step of each attempt, which compiles, allocates
+    and fills caches; the quartiles show their spread. They are None where no other step was
+    recorded. Peak memory is the device's, or the host's where there is no device (`memory_of` says
+    which). Losses are None where they were not finite.
     """
     lines = read_metrics(path, segment, SUMMED)
     if segment is None and lines:
@@ -399,10 +407,10 @@ def quartiles(values: list[float | None]) -> tuple[float | None, float | None, f
 
 
 def hyper_parameters(recipe, layout, **facts: Any) -> dict[str, Any]:
-    """What tells runs apart, a flat mapping for the hyper-parameters tab.
+    """The values by which runs differ, as a flat mapping for the hyper-parameters tab.
 
-    From the recipe and the layout, plus `facts` (num_parameters, swept knobs). The first few are
-    what the tab shows at once; the whole recipe is in TensorBoard's text tab.
+    They come from the recipe and the layout, with `facts` added (num_parameters, swept knobs). The
+    tab shows only the first few at once; the whole recipe is in TensorBoard's text tab.
     """
     return {
         "zero": str(recipe.zero),

@@ -1,11 +1,11 @@
-"""What rank 0 keeps of a run while it trains: metrics, events, ledger, console.
+"""The record that rank 0 keeps of a run while it trains: metrics, events, ledger, console.
 
     loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
-         -> skipped, saved, close          -> events.jsonl
+         -> bad_step, saved, close         -> events.jsonl
          -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
 
-The one rule: only this reads device scalars, one step after they were made. Units as in
-runtime.log.metrics.
+Rule: only this file reads device scalars, one step after they were made, so that the device never
+waits for the host. Units as in runtime.log.metrics.
 """
 
 from __future__ import annotations
@@ -15,55 +15,49 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from base.errors import UserError
 from checkpoint.format.epochs import Fenced
-from checkpoint.load.allowed_changes import Change
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.save.commit import SaveReport
+from data.stream.ledger import Ledger
 from model.cost import flops_per_token
 from recipes.schema import Recipe
 from record import run_folder
-from record.alerts import Alerts
+from record.alerts import AlertSender
 from record.requests import AskedEarly
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
-from runtime.log.metrics import MetricsWriter, hyper_parameters
-from runtime.monitor.clock import Span
-from runtime.monitor.hardware import DeviceReading, RankTimes, Said
+from runtime.log.metrics import MetricsWriter, StepNumbers, hyper_parameters
+from runtime.monitor.clock import TimeSpan
+from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
-from runtime.saving import Note
+from runtime.save_writers import Note
 
-# What is found at a save and cannot wait until somebody looks.
+# Kinds of notes at a save that people must learn at once, through the alert command.
 PASSED_ON = ("save_stuck", "drift")
-
-
-class Ledger(Protocol):
-    """`data.stream.ledger.Ledger`, as far as it is used here."""
-
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A step that was launched and whose scalars are still to be read; `data` is its StepData."""
+    """A step that was launched and whose scalars are not read yet; `data` is its StepData."""
 
     data: Any
     lr: float
     result: StepResult
-    span: Span
+    span: TimeSpan
     val_loss: torch.Tensor | None
     communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
 
-class Record:
-    """Files and display of one attempt of a run, from the step after `after_step` on."""
+class RunRecord:
+    """The files and the console of one attempt of a run, from the step after `after_step` on."""
 
     def __init__(
         self,
@@ -78,7 +72,7 @@ class Record:
     ):
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
-        self._is_told = self._is_failing = False
+        self._has_warned = self._is_failing = False
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, resolved.last_step, after_step=after_step, every=recipe.log.every
@@ -97,7 +91,7 @@ class Record:
             wandb=recipe.log.wandb,
             log=self.console.log,
         )
-        self.alert = Alerts(recipe.run, recipe.alerts, self.writer.event, self.console.log)
+        self.alert = AlertSender(recipe.run, recipe.alerts, self.writer.event, self.console.log)
         self.writer.describe(
             hyper_parameters(recipe, resolved.layout, parameters=resolved.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
@@ -108,14 +102,14 @@ class Record:
         )
 
     def log(self, lines: Iterable[str]) -> None:
-        """Print lines of their own."""
+        """Print each text as a line of its own."""
         for line in lines:
             self.console.log(line)
 
     def write(self, finished: Finished) -> None:
-        """Read the scalars of a step and put them on record."""
+        """Read the scalars of a step and record them."""
         data, result = finished.data, finished.result
-        line = self.writer.step(
+        numbers = StepNumbers(
             data.step,
             loss=float(result.loss),
             grad_norm=float(result.grad_norm),
@@ -131,24 +125,26 @@ class Record:
             seq_len=data.length if self._warms_up else None,
             flops_per_token=self._flops_per_token(data.length),
         )
-        self.console.step(line)
+        self.console.step(self.writer.step(numbers))
 
     def sync(self) -> None:
-        """Make durable what was written of steps: it must outlive a power cut that a checkpoint of
-        a later step outlives."""
+        """Make the lines of all steps durable.
+
+        After a power cut they must be there if the checkpoint of a later step is.
+        """
         self.writer.sync()
         self.ledger.sync()
 
-    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
-        """Put on record what has come of GPUs and ranks; `step` is the one that was launched."""
+    def hardware(self, step: int, news: Iterable[News]) -> None:
+        """Record news about GPUs and ranks; `step` is the step that was launched last."""
         try:
             self._hardware(step, news)
-        except OSError as error:  # a full disk costs these, and no run
-            if not self._is_told:
-                self._is_told = True
+        except OSError as error:  # a full disk costs these readings, not the run
+            if not self._has_warned:
+                self._has_warned = True
                 self.console.log(f"warning: readings of the hardware are not recorded: {error}")
 
-    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def _hardware(self, step: int, news: Iterable[News]) -> None:
         for one in news:
             if isinstance(one, DeviceReading):
                 self.writer.devices(step, one.host, one.gpus)
@@ -165,8 +161,8 @@ class Record:
                     self.alert(one.kind, one.text, **facts)
                     self.writer.card(facts["step"], one.kind, one.text)
 
-    def resumed(self, loaded: Any, changes: Iterable[Change]) -> None:
-        """Put on record from which checkpoint this attempt goes on, and what differs from it."""
+    def resumed(self, loaded: Any, changes: Iterable[RecipeChange]) -> None:
+        """Record from which checkpoint this attempt goes on, and which knobs differ from it."""
         for path, problems in loaded.damaged:
             for kind in sorted({problem.kind for problem in problems}):
                 lines = [problem for problem in problems if problem.kind == kind]
@@ -195,7 +191,7 @@ class Record:
             self.console.log(f"changed since the checkpoint: {key} {stored} -> {now}")
 
     def quarantined(self, data: Any) -> None:
-        """Put the samples of a step that touched a damaged block on record."""
+        """Record the samples of a step that touch a damaged block of their corpus."""
         self.writer.event(
             "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
         )
@@ -205,8 +201,10 @@ class Record:
         )
 
     def bad_step(self, data: Any, was_skipped: bool, judgement: Judgement) -> None:
-        """Put a step that did not move the weights, or is an outlier, on record, with the samples
-        that made it; of other trouble no single step is to blame."""
+        """Record a step that did not move the weights, or is an outlier, with its samples.
+
+        Other verdicts concern several steps and are recorded elsewhere.
+        """
         if not was_skipped and judgement.verdict != Verdict.GO_ON:
             return
         reason = judgement.reason
@@ -225,8 +223,8 @@ class Record:
             done = "skipped" if was_skipped else "not skipped (health.outliers=keep)"
             self.console.log(f"step {data.step}: {reason}: {done}")
 
-    def tell(self, news: SaveReport | Note) -> None:
-        """Put on record what became of a save, or what was found at one."""
+    def report(self, news: SaveReport | Note) -> None:
+        """Record what became of a save, or a note that was made at one."""
         if isinstance(news, SaveReport):
             self.saved(news)
         else:
@@ -237,7 +235,7 @@ class Record:
                 self._pass_on(news.kind, news.text)
 
     def saved(self, report: SaveReport) -> None:
-        """Put a save on record: size, time, stall, bandwidth; or why there is none."""
+        """Record a save (size, time, stall, bandwidth), or why it failed."""
         was_failing, self._is_failing = self._is_failing, not report.ok
         if report.ok:
             self.writer.saved(report.step, report.bytes, report.seconds, report.stall_s)
@@ -247,25 +245,23 @@ class Record:
             self.writer.event("save_failed", step=report.step, problem=report.problem)
             text = f"no checkpoint of step {report.step}: {report.problem}"
             self.console.log(f"warning: {text}")
-            if not was_failing:  # of several in a row the first
+            if not was_failing:  # only for the first of several in a row
                 self._pass_on("save_failed", text)
 
     def _pass_on(self, kind: str, text: str) -> None:
-        """Tell people of what is on record and shown."""
+        """Start the alert command for what is on record and shown already."""
         self.alert.pass_on(kind, f"{self.alert.run}: {text}")
 
     def ended(self, error: BaseException) -> None:
-        """Put on record why this attempt ends before its last step, unless that is there
-        already.
-        """
+        """Record why this attempt ends before its last step, unless its end is recorded already."""
         if self.is_closed:
             return
-        if isinstance(error, Fenced):  # the record is another attempt's now
+        if isinstance(error, Fenced):  # the record belongs to another attempt now
             self.console.close()
             return
         cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if isinstance(error, UserError):
-            cause = "gave_up"  # it had begun, and another start would end alike
+            cause = "gave_up"  # it had begun, and another start would end in the same way
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
         with contextlib.suppress(OSError):  # the disk may be what failed
@@ -275,7 +271,7 @@ class Record:
         self.console.close()
 
     def close(self, cause: str, **facts: Any) -> None:
-        """Finish every file and print the run's numbers; `facts` go on record with the cause."""
+        """Record the end with `facts`, finish every file, and print the run's numbers."""
         self.writer.event(cause, **facts)
         self.is_closed = True
         self.alert.close()

@@ -1,10 +1,9 @@
-"""Weights & Biases as a mirror of the event files, never a second source (`log.wandb=<project>`).
+"""Weights & Biases as a mirror of TensorBoard's event files (`log.wandb=<project>`).
 
-One rule: this project hands W&B no key and writes none; `wandb login` or WANDB_API_KEY is between
-the user and wandb. What it shows is what it reads from the event files (`sync_tensorboard`). Each
-attempt is one W&B run, grouped by the run's name. A new run that cannot be mirrored is refused;
-later
-a service that fails costs the mirror and never the run.
+Rule: this project gives W&B no key and stores none; the user logs in with `wandb login` or
+WANDB_API_KEY. W&B shows what it reads from the event files (`sync_tensorboard`). Each attempt is
+one W&B run, grouped by the run's name. A new run that cannot be mirrored is refused; later a
+service that fails costs the mirror and never the run.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from base.errors import UserError
 
 
 def require_wandb(project: str) -> None:
-    """Raise UserError unless wandb can be imported; imports nothing, so that it can run before any
-    rank starts.
-    """
+    """Raise UserError unless wandb is installed. Imports nothing, so it can run before any rank."""
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
             f"log.wandb={project}: the package wandb is not installed; "
@@ -55,8 +52,8 @@ class Mirror:
                 f"log.wandb={project}: wandb refused ({problem}); `wandb login`, "
                 "WANDB_MODE=offline, or log.wandb=null"
             ) from None
-        # wandb learns of a folder by patching this class; our event files are written without it,
-        # so one empty file of its making announces the folder.
+        # wandb patches this class to learn which folder to follow. Our event files are written
+        # without the class, so one empty file that it makes announces the folder.
         from tensorboard.summary.writer import event_file_writer
 
         from runtime.log.event_files import segment_folder

@@ -1,6 +1,6 @@
-"""This process among the others.
+"""One rank as a process: its place among the others, and how they find each other.
 
-link_test.py               The doctor's collective test, started as the ranks of a run are: `p
-process.py                 This process among the others: its rank, its device, the process gr
-rendezvous.py              How the ranks of a run find each other: a greeting at a known port
+link_test.py               the doctor's collective test: a known sum, and the speed of every link
+process.py                 rank, device and process group of this process; start and end of a rank
+rendezvous.py              rendezvous: the ranks find rank 0's key-value store through a known port
 """

@@ -1,11 +1,11 @@
-"""The doctor's collective test, started as the ranks of a run are: `python -m
-runtime.process.link_test OUT`.
+"""The doctor's collective test; it is started like the ranks of a run.
 
-    sum      an all-reduce whose answer is known         wrong: the rank that computed it is named
-    pairs    every two hosts exchange blocks, in rounds in which no host is in two pairs
+    python -m runtime.process.link_test OUT DEVICE
 
-The one rule: it measures and judges nothing (launch.hosts.link_speeds does). Writes OUT, JSON, on
-rank 0.
+    sum      an all-reduce with a known answer: ranks that compute another sum are listed
+    pairs    every two hosts exchange blocks, in rounds in which each host is in one pair at most
+
+It only measures; launch.hosts.link_speeds judges the result. Rank 0 writes it to OUT as JSON.
 Units: MiB/s, seconds.
 """
 
@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED
+from base.units import MIB
 from recipes.schema import Cluster
 from runtime.process import process
 
 BLOCK_MIB = 4
-LONGEST_S = 2.0  # of one pair; a slow link needs no more to be known
+LONGEST_S = 2.0  # time for one pair; it is enough to recognize a slow link
 MOST_BLOCKS = 8
 TIMEOUT_S = 120
-MIB = 2**20
 
 Speeds = Mapping[tuple[int, int], float]
 
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_sum(me: process.Process) -> list[int]:
-    """Ranks for which an all-reduce of known numbers gave another sum; all ranks get the list."""
+    """Ranks on which an all-reduce of known numbers gave a wrong sum; all ranks get the list."""
     values = torch.arange(1024, dtype=torch.float32, device=me.device) + me.rank
     dist.all_reduce(values)
     expected = me.world * torch.arange(1024, dtype=torch.float32) + sum(range(me.world))
@@ -67,7 +67,10 @@ def check_sum(me: process.Process) -> list[int]:
 
 
 def measure_pairs(me: process.Process) -> Speeds:
-    """MiB/s between every two hosts, measured by the first rank of each; the same on all ranks."""
+    """MiB/s between every two hosts, by (host, host); the first rank of each host measures.
+
+    All ranks get the same table.
+    """
     hosts = me.world // me.local_world
     host = me.rank // me.local_world
     table = torch.zeros(hosts, hosts)
@@ -83,7 +86,7 @@ def measure_pairs(me: process.Process) -> Speeds:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which nobody is in two pairs (the circle method)."""
+    """Every pair of hosts once, in rounds without a host in two pairs (the circle method)."""
     players = list(range(count + count % 2))
     found = []
     for _ in range(len(players) - 1):
@@ -95,7 +98,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def exchange(me: process.Process, other: int, is_leader: bool) -> float:
-    """MiB/s of blocks going back and forth with rank `other`, the best of several."""
+    """Best MiB/s of several blocks that are sent to rank `other` and back."""
     block = torch.zeros(BLOCK_MIB * MIB // 4, dtype=torch.float32, device=me.device)
     go_on = torch.ones(1, device=me.device)
     best, began = 0.0, time.perf_counter()
@@ -106,9 +109,9 @@ def exchange(me: process.Process, other: int, is_leader: bool) -> float:
         if me.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if number:  # the first makes the connection
+        if number:  # the first block is not counted: it makes the connection
             best = max(best, 2 * BLOCK_MIB / (now - start))
-        # The leader alone looks at the clock, or the two might not agree on the end.
+        # Only the leader looks at the clock, or the two ranks might not agree on the end.
         if is_leader:
             go_on.fill_(float(now - began < LONGEST_S or number == 0))
             dist.send(go_on, other)

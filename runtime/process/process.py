@@ -1,14 +1,13 @@
-"""This process among the others: its rank, its device, the process group.
+"""The rank of this process, its device and its process group.
 
-Three ways to be started, one result: by torchrun (RANK, WORLD_SIZE, LOCAL_RANK), by SLURM's srun
-(SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or alone. The one rule: only this file reads the
-launcher's variables. Units: seconds.
+A rank is started by torchrun or `make pretrain` (RANK, WORLD_SIZE, LOCAL_RANK), by SLURM's srun
+(SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID), or alone. Rule: only this file reads these variables of
+the launcher. Units: seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import glob
 import hashlib
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from base.cores import allow_open_files, usable
 from base.errors import Shared, UserError
+from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
 from base.values import counted
@@ -37,10 +37,9 @@ from record.trust import keep_to_owner
 from runtime.engine import builds
 from runtime.process import rendezvous
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLAIMS: list[socket.socket] = []  # names held until this process ends
-FIRST_SAYS_S = 10.0  # how much later than another rank the first one may find the same problem
-PARENT = os.getppid()  # the agent, which is process 1 where it is a container's entry point
+FIRST_REPORTS_S = 10.0  # how much later than another rank the first may find the same problem
+PARENT = os.getppid()  # the agent; it is process 1 where it is a container's entry point
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is global rank 0, the one that writes."""
+        """Whether this is global rank 0, which writes the record."""
         return self.rank == 0
 
 
@@ -83,7 +82,8 @@ def check_launcher() -> None:
 def start(cluster: Cluster) -> Process:
     """Join the process group and choose device and threads.
 
-    Raises UserError when the device that the recipe asks for cannot be used.
+    Raises UserError when the device that the recipe asks for cannot be used, and TimeoutError when
+    ranks are missing at the rendezvous.
     """
     world, rank = launched_world(), launched_rank()
     local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
@@ -104,7 +104,7 @@ def start(cluster: Cluster) -> Process:
     elif not rendezvous.has_agent_store():
         name = rendezvous.job_name(os.environ, world)
         address = os.environ["MASTER_ADDR"]
-        store = rendezvous.meet(address, ports, name, rank, world, cluster.timeout_s)
+        store = rendezvous.join(address, ports, name, rank, world, cluster.timeout_s)
         options = {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -122,16 +122,17 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != PARENT:  # it died in between
+    signal_at_parent_death(signal.SIGKILL)
+    if os.getppid() != PARENT:  # the agent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.device:
     """cuda:<local rank> or cpu, as the recipe and the machine allow.
 
-    Raises UserError: no CUDA where it is asked for, too few GPUs, or - with `auto` - a GPU that
-    this torch cannot use: training on the CPU beside an idle GPU is never what was meant.
+    Raises UserError where CUDA is asked for and missing, where there are too few GPUs, and, with
+    `auto`, where this torch cannot use a GPU that is there: nobody wants to train on the CPU
+    beside an idle GPU.
     """
     if cluster.device == "cpu":
         return torch.device("cpu")
@@ -160,8 +161,10 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
 
 
 def num_threads(cluster: Cluster, local_world: int) -> int:
-    """Threads of this rank: the recipe's, else OMP_NUM_THREADS (which launchers set where nobody
-    has), else its share of the cores."""
+    """Threads of this rank: the recipe's, else OMP_NUM_THREADS, else its share of the cores.
+
+    Launchers set OMP_NUM_THREADS where the user has not.
+    """
     chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if cluster.threads is None and chosen.isdecimal() and int(chosen):
         return int(chosen)
@@ -178,9 +181,9 @@ def visible_gpus() -> list[str]:
 
 
 def first_does(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0 and return what it gives, None elsewhere.
+    """Run `action` on rank 0; returns its result there and None on other ranks.
 
-    If it raises UserError there, every rank raises it, so that none waits.
+    If it raises UserError, every rank raises it, so that no rank waits for rank 0.
     """
     result, problems = None, [None]
     if dist.get_rank() == 0:
@@ -195,21 +198,21 @@ def first_does(action: Callable[[], Any]) -> Any:
 
 
 def report(error: UserError) -> None:
-    """Print what the user can put right, and no more often than it helps.
+    """Print an error that the user can correct, once and not on every rank.
 
-    Before the ranks have joined, most problems are found by all ranks of a host, and one of them
-    prints each. Later a problem is either shared, and rank 0 prints it, or one rank's own.
+    Before the ranks have joined, all ranks of a host usually find the same problem, and one of them
+    prints it. Later a problem is either shared, and rank 0 prints it, or it belongs to one rank.
     """
     try:
         rank = launched_rank()
         local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
         is_alone = launched_world() == 1
-    except UserError:  # which is what is reported
+    except UserError:  # the launcher's variables are wrong: that is the error to report
         rank, local_rank, is_alone = 0, 0, True
     if isinstance(error, Shared):
         is_printed = rank == 0
     else:
-        is_printed = dist.is_initialized() or is_alone or _is_first_to_say(error, local_rank)
+        is_printed = dist.is_initialized() or is_alone or _is_first_to_report(error, local_rank)
     if is_printed:
         where = f"rank {rank}: " if rank else ""
         for problem in error.problems:
@@ -217,18 +220,18 @@ def report(error: UserError) -> None:
             print(f"refused: {where}{shown}", file=sys.stderr, flush=True)
 
 
-def _is_first_to_say(error: UserError, local_rank: int) -> bool:
-    """Whether no other rank of this host says the same words.
+def _is_first_to_report(error: UserError, local_rank: int) -> bool:
+    """Whether no other rank of this host reports the same text.
 
-    The first takes a name that the kernel frees when it ends. The first rank of a host speaks at
-    once; when it ends, the launcher ends the others. Those give it the time to do both, and speak
-    only if they live on: the problem is theirs alone.
+    The rank that reports takes a socket name, which the kernel frees when the rank ends. The first
+    rank of a host reports at once, and the launcher ends the others when it ends. The others wait
+    for both, and report only if they are still alive then: the problem is theirs alone.
     """
     if not sys.platform.startswith("linux"):
         return local_rank == 0
     words = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
     name = f"\0pretrain-{PARENT}-{words}"
-    if local_rank > 0 and _is_said_soon(name):
+    if local_rank > 0 and _is_reported_soon(name):
         return False
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -242,15 +245,15 @@ def _is_first_to_say(error: UserError, local_rank: int) -> bool:
 def print_without_secrets(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """`sys.excepthook`: a traceback shows lines and messages that may hold one."""
+    """Replacement for `sys.excepthook`: lines and messages of a traceback may hold secrets."""
     text = "".join(traceback.format_exception(kind, error, trace))
     print(redact(text, secret_values(os.environ)), file=sys.stderr, end="", flush=True)
 
 
-def _is_said_soon(name: str) -> bool:
+def _is_reported_soon(name: str) -> bool:
     """Wait for another rank to take the name, or for the launcher's SIGTERM to end this one."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    deadline = time.monotonic() + FIRST_SAYS_S
+    deadline = time.monotonic() + FIRST_REPORTS_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         while True:
             with contextlib.suppress(ConnectionRefusedError):
@@ -268,12 +271,12 @@ def finish() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, when everything is written, without the interpreter's shutdown.
+    """End this process at once, without the interpreter's shutdown; all files are written by then.
 
-    Threads of gloo outlive the process group as long as anything refers to it, as DeepSpeed's
-    globals do. One that lets go of a tensor while the interpreter shuts down needs its lock, is
-    ended by it in the middle of C++, and the finished run aborts ("terminate called without an
-    active exception").
+    Threads of gloo outlive the process group as long as anything refers to it, as globals of
+    DeepSpeed do. A thread that releases a tensor while the interpreter shuts down needs the
+    interpreter's lock, is ended in the middle of C++ code, and the finished run aborts ("terminate
+    called without an active exception").
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
@@ -282,7 +285,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _under_srun() -> bool:
-    """An interactive or batch shell inside a SLURM job has SLURM_NTASKS too, but no step."""
+    """Whether srun started this process. A shell in a SLURM job has SLURM_NTASKS, but no step."""
     return "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
 
 
@@ -306,7 +309,7 @@ def _slurm_tasks_per_node() -> int:
 def _export(
     rank: int, world: int, local_rank: int, local_world: int, port: int, device: torch.device
 ) -> None:
-    """Set what torch.distributed and DeepSpeed read, where the launcher has not."""
+    """Set the variables that torch.distributed and DeepSpeed read, where the launcher has not."""
     values = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -324,8 +327,10 @@ def _export(
 
 
 def have_home() -> None:
-    """Give a user without a home (HOME unset, no name) one in .cache/: libraries would put what
-    they build into a folder `~` of the working directory."""
+    """Set HOME to a folder in .cache/ for a user without a home (HOME unset, no user name).
+
+    Libraries would otherwise build into a folder named `~` in the working directory.
+    """
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = str(CACHE / "home")
 

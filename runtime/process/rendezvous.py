@@ -1,13 +1,14 @@
-"""How the ranks of a run find each other: a greeting at a known port leads to rank 0's store.
+"""Rendezvous: the ranks of a run find rank 0's key-value store through a greeting at a known port.
 
-    rank 0         first free port of the list -> tells who knows the job's name the store's port
-    other ranks    try the list until somebody answers with that name
-    all            wait at the store until every rank is there
+    rank 0         listens at the first free port of the list, and gives the store's port to
+                   every caller that knows the job's name
+    other ranks    call the ports of the list until one answers with that name
+    all ranks      wait at the store until every rank is there
 
-The one rule: a busy port, another program or a rank that never comes is one readable message on
-every rank, within seconds where it can be known. (A TCPStore client that meets a stranger waits
-without a limit, hence the greeting.) torchrun brings a store of its own, which is used as it is.
-Units: seconds.
+Rule: a busy port, a foreign program at the port, or a missing rank gives one readable message on
+every rank, within seconds where it can be known. A TCPStore client that connects to a foreign
+program waits without a limit; the greeting prevents that. torchrun brings a store of its own, which
+is used as it is. Units: seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import torch.distributed as dist
 
 from base.errors import UserError
 
-# torchrun's default port, with the job number added so that two jobs on one host do not meet.
+# torchrun's default port; the job number is added so that two jobs on one host use other ports.
 BASE_PORT = 29500
 PORTS = 10_000  # the job number is taken modulo this
-STRIDE, TRIES = 1009, 8  # further ports of a job whose first one is busy; jobs share few
-ANSWER_S = 3.0  # for a program on another host to say whose it is
-# So long may strangers answer at every port before that is an error: rank 0 may come a little
-# later, and find out by itself.
+# Further ports of a job whose first port is busy; the stride is a prime, so jobs share few ports.
+STRIDE, TRIES = 1009, 8
+ANSWER_S = 3.0  # time limit for the answer to one call
+# How long foreign programs may answer at every port before that is an error: rank 0 may start a
+# little later, and then reports the busy ports itself.
 STRANGER_S = 10.0
 STRANGER = 0
 ALL_KEY = "all"
@@ -41,7 +43,7 @@ def has_agent_store() -> bool:
 
 
 def ports(environ) -> list[int]:
-    """Where to meet, in this order: MASTER_PORT alone, or what the job number gives."""
+    """Ports of the rendezvous, in this order: MASTER_PORT alone, or those of the job number."""
     chosen = environ.get("MASTER_PORT")
     if chosen:
         if not chosen.isdigit() or not 0 < int(chosen) < 65536:
@@ -53,17 +55,17 @@ def ports(environ) -> list[int]:
 
 
 def job_name(environ, world: int) -> str:
-    """What tells this run's store from others'."""
+    """The name by which ranks recognize the store of their own job."""
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     return f"pretrain/{job}.{step}/{world}"
 
 
-def meet(
+def join(
     address: str, candidates: list[int], name: str, rank: int, world: int, timeout_s: float
 ) -> dist.Store:
-    """The store of this run, once all ranks have come.
+    """The key-value store of this run, once all ranks have joined.
 
-    Raises UserError (the only port is taken) and TimeoutError (somebody did not come).
+    Raises UserError where all ports are taken, and TimeoutError where a rank did not join.
     """
     if rank:
         port = _ask_around(address, candidates, name, timeout_s)
@@ -93,7 +95,7 @@ def _client(address: str, port: int, timeout_s: float) -> dist.Store:
 
 
 def _gather(store: dist.Store, address: str, rank: int, world: int, timeout_s: float) -> dist.Store:
-    """Wait at the store until all ranks are there; name those that are not."""
+    """Wait at the store until all ranks are there. Raises TimeoutError with the missing ranks."""
     store.set(f"here/{rank}", socket.gethostname())
     if store.add("count", 1) == world:
         store.set(ALL_KEY, "1")
@@ -107,12 +109,12 @@ def _gather(store: dist.Store, address: str, rank: int, world: int, timeout_s: f
             f" (cluster.timeout_s): rank {shown}; look at their hosts and logs"
         ) from None
     except dist.DistNetworkError:
-        raise TimeoutError(f"rank 0 at {address} went away while the ranks met") from None
+        raise TimeoutError(f"rank 0 at {address} ended during the rendezvous") from None
     return store
 
 
 class _Greeting:
-    """Rank 0's answer to "is this job here, and where is its store?", until all have come."""
+    """Rank 0's server that gives the store's port to ranks of this job, until all have joined."""
 
     def __init__(self, address: str, candidates: list[int], name: str):
         self._name = name
@@ -124,7 +126,7 @@ class _Greeting:
         self.store_port = self.store_socket.getsockname()[1]
 
     def start(self) -> None:
-        """From now on, answer."""
+        """Answer calls from now on."""
         threading.Thread(target=self._answer, daemon=True).start()
 
     def _answer(self) -> None:
@@ -149,9 +151,9 @@ class _Greeting:
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """A listening socket on the address where the ranks meet and on no other; None = busy.
+    """A listening socket on the address of the rendezvous and on no other; None = busy.
 
-    A name that is not an address of this host, such as a translated one, means all addresses.
+    Where the address does not belong to this host (it may be translated), it listens on all.
     """
     try:
         family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -181,7 +183,10 @@ def _binds(family: int, place: tuple) -> bool:
 
 
 def _ask_around(address: str, candidates: list[int], name: str, timeout_s: float) -> int:
-    """The port of the store, from whoever knows the name of the job."""
+    """The port of the store, from the first program that answers with the name of the job.
+
+    Raises UserError where foreign programs hold all ports, and TimeoutError where nobody answers.
+    """
     began = time.monotonic()
     stranger_since: float | None = None
     while (now := time.monotonic()) - began < timeout_s:
@@ -201,8 +206,10 @@ def _ask_around(address: str, candidates: list[int], name: str, timeout_s: float
 
 
 def _ask(address: str, port: int, name: str) -> int | None:
-    """The store's port as the program at `port` knows it; STRANGER where it knows nothing, None
-    where there is none."""
+    """The store's port as the program at `port` gives it.
+
+    STRANGER where that program is not this job's rank 0, None where there is no program.
+    """
     try:
         line = socket.create_connection((address, port), timeout=ANSWER_S)
     except OSError:
@@ -210,10 +217,10 @@ def _ask(address: str, port: int, name: str) -> int | None:
     with line:
         try:
             line.sendall(f"{name}\n".encode())
-            said = line.recv(256).decode(errors="replace").split()
+            answer = line.recv(256).decode(errors="replace").split()
         except OSError:
             return STRANGER
-    return int(said[1]) if said[:1] == [name] and len(said) == 2 else STRANGER
+    return int(answer[1]) if answer[:1] == [name] and len(answer) == 2 else STRANGER
 
 
 def _busy(address: str, candidates: list[int]) -> str:

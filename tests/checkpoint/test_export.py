@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pieces import Payload
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_fragments import Payload
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from base.errors import UserError
@@ -402,7 +402,7 @@ def test_a_config_that_makes_no_sense_is_refused(changes, reason, tmp_path):
         ({"weight_map": {"nowhere": "model.safetensors"}}, "does not contain tensor nowhere"),
         ({"weight_map": ["model.safetensors"]}, "no weight_map"),
         ({}, "no weight_map"),
-        ([], "no names with values"),
+        ([], "is not a JSON object"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_refused(index, reason, tmp_path):

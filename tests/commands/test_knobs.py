@@ -8,24 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from base.paths import ROOT
 from commands import knobs
 from recipes.check import knob_names
-from recipes.schema import (
-    Alerts,
-    Cluster,
-    Data,
-    Health,
-    Log,
-    Model,
-    Optim,
-    Parallel,
-    Recipe,
-    Source,
-    Watch,
-)
+from recipes.faults import Alerts, Health
+from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-CODE = ("data", "model", "parallel", "checkpoint", "runtime", "launch", "compare", "pretrain.py")
+CODE = (
+    "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",
+    "pretrain.py",
+)  # fmt: skip
 CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
 
 

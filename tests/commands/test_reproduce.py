@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from base.errors import UserError
-from compare.agreement import compared, numbers_of, told, why_not_bits
+from compare.agreement import compared, numbers_of, verdict_of, why_not_bits
 from compare.recorded_code import recorded_code
 from compare.replay_segments import plan
 from data.stream.ledger import Ledger
@@ -41,7 +41,7 @@ def shown(replay_segments):
     ]
 
 
-def test_legs_end_where_the_next_one_has_to_begin():
+def test_replay_segments_end_where_the_next_one_has_to_begin():
     lines = [opening(0), opening(1, 0, 80, [(85, 90)])]
     entries = [entry(0, 0), entry(1, 80, "b"), entry(1, 120, "c")]
     replay_segments, numbers = plan(lines, entries, {0: 105, 1: 200})
@@ -125,7 +125,9 @@ def test_the_recorded_code_is_put_together_again_and_goes_away(repository):
         assert (code.root / "code.py").read_text() == "one = 11\n"
         assert (code.root / "new.py").read_text() == "new = 1\n"
         assert not (code.root / "other.py").exists()
-        assert code.notes == ["other.py, which git did not know, is not here as it was"]
+        assert code.notes == [
+            "other.py, an untracked file of the recorded run, is missing or changed"
+        ]
         (code.root / "runs" / "x").mkdir()
         place = code.root
     assert (repository / "runs" / "x").is_dir()
@@ -189,29 +191,29 @@ ENTRY = {"torch": "2", "processor": "x", "packages": {"deepspeed": "1"}}
 def test_the_verdict_is_identical_or_the_first_difference_or_why_not(tmp_path):
     old = run_of(tmp_path / "old", [3.0, 2.0, None], "abc")
     same = run_of(tmp_path / "same", [3.0, 2.0, None], "abc", segment=1)
-    text, is_good = told(compared(old, same, {0: 1}), [])
+    text, is_good = verdict_of(compared(old, same, {0: 1}), [])
     assert is_good
-    assert text == "identical: 3 losses and 3 batch hashes of segments 0 (1 to 3)"
+    assert text == "identical: 3 losses and 3 batch hashes of segment 0 (1 to 3)"
 
     near = run_of(tmp_path / "near", [3.0, 2.0 + 1e-6, None], "abc")
     found = compared(old, near, {0: 0})
-    text, is_good = told(found, [])
+    text, is_good = verdict_of(found, [])
     assert not is_good
     assert text.startswith("first difference: segment 0, step 2: loss 2.0 recorded, 2.000001 now")
     assert "DIFFERENT" in text
     reasons = why_not_bits([ENTRY], [ENTRY | {"torch": "3"}], ["a note"])
     assert reasons == ["a note", "torch was 2, now 3"]
-    text, is_good = told(found, reasons)
+    text, is_good = verdict_of(found, reasons)
     assert is_good
     assert "bits cannot be expected: torch was 2, now 3" in text
 
     for losses, hashes in (([3.0, 2.0, None], "abx"), ([3.0, 2.1, None], "abc"), ([3.0], "a")):
         other = run_of(tmp_path / f"{losses}{hashes}", losses, hashes)
-        assert not told(compared(old, other, {0: 0}), reasons)[1]
+        assert not verdict_of(compared(old, other, {0: 0}), reasons)[1]
 
 
 def test_a_rewind_that_the_copys_own_policy_came_to_is_not_repeated(tmp_path):
-    from commands.reproduce import Broken, open_segment
+    from commands.reproduce import ReplayError, open_segment
     from record import history
 
     history.begin(tmp_path, None)
@@ -219,11 +221,11 @@ def test_a_rewind_that_the_copys_own_policy_came_to_is_not_repeated(tmp_path):
     open_segment(tmp_path, line)
     open_segment(tmp_path, line)
     assert (tmp_path / "history.jsonl").read_text().count("\n") == 2
-    with pytest.raises(Broken, match=r"taken back|took it back"):
+    with pytest.raises(ReplayError, match="the policy rewound it to step 80"):
         open_segment(tmp_path, opening(1, 0, 60, [(85, 90)]))
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_name_that_exists_already_is_refused(tmp_path, monkeypatch, capsys):
     from commands import reproduce
 
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)

@@ -6,19 +6,17 @@ import json
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import run_command
 
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
+from base.paths import ROOT
 from base.table import scaled, table
 from commands import recipes as recipes_list
 from commands import show
 from recipes.compose import recipe_names
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +25,8 @@ def unasked(monkeypatch):
     monkeypatch.setattr(show, "confirm", lambda config: None)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_every_dish_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
+@pytest.mark.parametrize("recipe_name", recipe_names())
+def test_every_recipe_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
     shown = show.collect(recipe_name, [])
     text = show.text(shown)
     assert json.loads(json.dumps(shown)) == shown | {

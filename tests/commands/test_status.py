@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     lines = [
         dict(
             step=step, segment=0, attempt=1, loss=4.5 - step, grad_norm=0.5, step_s=0.5, data_s=0.0,
-            eval_s=0.0, tokens_per_s=1024.0, first_of_life=step == 1, skipped=False, targets=9,
+            eval_s=0.0, tokens_per_s=1024.0, first_of_attempt=step == 1, skipped=False, targets=9,
         )
         for step in (1, 2)
     ]  # fmt: skip
@@ -123,13 +123,13 @@ def test_status_gives_the_reason_of_a_run_that_gave_up(folder, capsys):
     over(folder, "gave_up")
     out = said(capsys, "status", "mine")
     assert "reason: shard.bin: block 3 is damaged" in out
-    assert "next: mend what the reason names" in out
+    assert "next: repair what the reason names" in out
     assert "failures: 0" in out
     assert "alarms: none" in out
 
 
-def test_a_life_that_left_no_word_is_said_to_have_left_none(folder, capsys):
-    assert "left no word" in said(capsys, "status", "mine")
+def test_an_attempt_without_an_event_about_its_end_is_reported_as_such(folder, capsys):
+    assert "left no event about its end" in said(capsys, "status", "mine")
 
 
 def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsys):
@@ -176,7 +176,7 @@ def test_stop_says_when_nothing_runs_and_leaves_no_request(folder, capsys):
     assert requests.read_request(folder) is None
 
 
-def test_stop_reaches_a_launcher_that_waits_between_two_lives(folder, capsys):
+def test_stop_reaches_a_launcher_that_waits_between_two_attempts(folder, capsys):
     over(folder, "killed")
     assert "will not" in said(capsys, "stop", "mine")
     assert requests.read_request(folder) is not None
@@ -217,7 +217,7 @@ def test_stop_fails_where_the_run_ended_otherwise(folder, held, capsys, monkeypa
     assert "ended otherwise" in capsys.readouterr().err
 
 
-def test_a_run_whose_launcher_waits_is_not_given_up_by_any_verb(folder, capsys, monkeypatch):
+def test_a_run_whose_launcher_waits_is_not_given_up_by_any_command(folder, capsys, monkeypatch):
     """Before its first rank, and between two attempts."""
     monkeypatch.setattr(stop, "LOOK_S", 0.01)
     over(folder, "killed")
@@ -336,7 +336,7 @@ def real(tmp_path_factory) -> tuple[Path, str, list[int]]:
     return run, log.read_text(), statuses
 
 
-def test_a_hang_ends_in_a_new_life_preemption_in_75_a_stop_in_0(real):
+def test_a_hang_ends_in_a_new_attempt_preemption_in_75_a_stop_in_0(real):
     run, said, statuses = real
     assert statuses == [75, 0, 0], said
     causes = [(e["cause"], e["rank"]) for e in read_events(run, "attempt")]
@@ -359,7 +359,7 @@ def test_what_ended_the_run_on_request_was_saved_at_that_very_step(real):
     assert began["after_step"] == ended
 
 
-def test_one_series_after_all_lives(real):
+def test_one_series_after_all_attempts(real):
     """MON-01: each step once, to a reader of the files and of TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -378,11 +378,13 @@ def test_every_second_of_the_run_is_accounted_for(real):
     run, _, _ = real
     attempts = goodput.read_attempts(run)
     total = goodput.account(attempts)
-    assert sum(total.values()) == pytest.approx(attempts[-1].ended_s - attempts[0].began_s)
+    assert sum(total.values()) == pytest.approx(
+        attempts[-1].ended_unix_s - attempts[0].began_unix_s
+    )
     assert total["detect"] >= 6
     assert total["redone"] > 0
     assert all(seconds >= -0.01 for seconds in total.values())
     assert total["other"] < 0.1 * sum(total.values())
-    told = "\n".join(status.describe(status.state_of(run)))
-    assert "does not run" in told
-    assert "stopped; steps" in told
+    reported = "\n".join(status.describe(status.state_of(run)))
+    assert "does not run" in reported
+    assert "stopped; steps" in reported

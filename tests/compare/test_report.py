@@ -1,6 +1,6 @@
-"""compare/: what a report says of runs, from hand-made records.
+"""compare/: reports of hand-made records, their pictures and their TensorBoard pages.
 
-Nothing is trained here; test_sweep.py starts the real thing.
+Nothing is trained here; tests/commands/test_compare.py starts real runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 
 from base.errors import UserError
+from base.units import MIB
 from checkpoint import lineage
 from commands import compare, profile
 from compare import pictures, report, results, runner, tensorboard_pages
@@ -31,13 +32,10 @@ from recipes.compose import compose, recipe_yaml
 from record import history
 from record.records import read_metrics
 from record.resuming import left_behind
-from runtime.log.metrics import MetricsWriter, summary
+from runtime.log.metrics import MetricsWriter, StepNumbers, summary
 from runtime.monitor.clock import StepTimes
 from runtime.monitor.profiling import NoProfiler, profiler_of
 from runtime.resolve import resolve
-
-MIB = 2**20
-
 
 # ---- why a run failed
 
@@ -91,16 +89,18 @@ def make_run(tmp_path):
         for step, step_s in enumerate(seconds, start=1):
             tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
             writer.step(
-                step,
-                loss=9.0 - step if losses is None else losses[step - 1],
-                grad_norm=1.0,
-                lr=1e-3,
-                tokens=schedule.tokens_after(step),
-                tokens_per_step=tokens,
-                targets=tokens,
-                times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
-                accumulation=2,
-                communication_bytes=sent,
+                StepNumbers(
+                    step,
+                    loss=9.0 - step if losses is None else losses[step - 1],
+                    grad_norm=1.0,
+                    lr=1e-3,
+                    tokens=schedule.tokens_after(step),
+                    tokens_per_step=tokens,
+                    targets=tokens,
+                    times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
+                    accumulation=2,
+                    communication_bytes=sent,
+                )
             )
             ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
                           f"-{step}", tokens=tokens, targets=tokens, sources={})  # fmt: skip
@@ -235,8 +235,8 @@ def test_a_failed_variant_is_a_row_with_its_reason(two_sides, tmp_path):
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
-        ("a", "names 1 runs; give two or more"),
-        ("a a b", "a stands there twice"),
+        ("a", "names 1 run; give two or more"),
+        ("a a b", "a is given twice"),
         ("a none", "none: no record of a run"),
     ],
 )
@@ -247,7 +247,7 @@ def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys,
     assert compare.main(["--runs", runs]) == 93
     assert said in capsys.readouterr().err
     assert compare.main(["--runs", "a b", "--sweep", "zero=1,2"]) == 93
-    assert "RUNS and SWEEP" in capsys.readouterr().err
+    assert "RUNS takes runs that exist, SWEEP makes new ones" in capsys.readouterr().err
 
 
 # ---- what is looked at
@@ -342,7 +342,7 @@ def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_o
     target = history.Target(0, 10, 10)
     history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
 
-    options = argparse.Namespace(run="a", steps="10:15", nproc="1", words=[])
+    options = argparse.Namespace(run="a", steps="10:15", nproc="1", arguments=[])
     command, _ = profile.prepare(options)
     (word,) = [word for word in command if word.startswith("data.skip")]
     assert word == "data.skip.advance=[[3,5],[10,23]]"

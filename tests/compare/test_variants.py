@@ -1,4 +1,4 @@
-"""compare.variants, compare.folder: what a sweep runs, under which names, and what is refused."""
+"""compare.variants and compare.folder: the runs of a sweep, their names, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import json
 import pytest
 
 from base.errors import UserError
-from commands import compare
+from commands import compare as command
 from compare import folder
-from compare.variants import Plan, plan
+from compare.variants import ComparisonPlan, plan
 from data.stream.schedule import schedule_of
 from recipes.compose import sweep_values
 from runtime.resolve import resolve
 
 
-def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) -> Plan:
-    """The plan of `make compare RECIPE=tiny SWEEP=...`."""
+def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) -> ComparisonPlan:
+    """Plan of `make compare RECIPE=tiny SWEEP=...`."""
 
     def resolved(recipe):
         return resolve(recipe, ranks, schedule_of(recipe))
 
-    return plan(name, "tiny", ranks, list(overrides), list(compare), steps, repeats, resolved)
+    return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, resolved)
 
 
 def problems_of(*sweep: str, **options) -> list[str]:
     with pytest.raises(UserError) as refusal:
-        planned(*compare, **options)
+        planned(*sweep, **options)
     return refusal.value.problems
 
 
@@ -46,11 +46,11 @@ def test_rounds_are_interleaved_and_every_run_has_a_name_of_its_own():
                         "tiny-by-zero-micro_batch.zero-1.micro_batch-2.r1"]  # fmt: skip
     assert [turn.round for turn in wanted.turns()] == [1] * 4 + [2] * 4
     assert len(set(runs)) == 8
-    words = wanted.words(wanted.turns()[5])
-    assert words[0] == "recipe=tiny"
-    assert words[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
-    assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(words)
-    assert {"eval_tokens=0", "eval_every=0"} < set(words)
+    arguments = wanted.arguments(wanted.turns()[5])
+    assert arguments[0] == "recipe=tiny"
+    assert arguments[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
+    assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(arguments)
+    assert {"eval_tokens=0", "eval_every=0"} < set(arguments)
 
 
 def test_hydras_lists_choices_and_ranges_are_understood():
@@ -75,18 +75,18 @@ def test_names_that_folders_do_not_take_are_replaced():
     assert [v.slug for v in wanted.variants] == [
         "batch_tokens-0-2048-3-4096", "batch_tokens-2048",
     ]  # fmt: skip
-    meeting = planned("data.sources.prose.max_epochs=1.5,2.5", "ds.zero_optimization.round_robin"
+    equal = planned("data.sources.prose.max_epochs=1.5,2.5", "ds.zero_optimization.round_robin"
                       "_gradients=true,false", name="n" * 60)  # fmt: skip
-    assert [v.slug for v in meeting.variants] == ["v001", "v002", "v003", "v004"]
-    assert max(len(turn.run) for turn in meeting.turns()) <= 100
+    assert [v.slug for v in equal.variants] == ["v001", "v002", "v003", "v004"]
+    assert max(len(turn.run) for turn in equal.turns()) <= 100
 
 
-def test_every_problem_of_every_variant_is_told_before_anything_starts():
+def test_every_problem_of_every_variant_is_reported_before_anything_starts():
     found = problems_of("zero=1,4", "micro_batch=2,3")
     assert any(line.startswith("zero=4 micro_batch=2") and "zero=4" in line for line in found)
     assert any("micro_batch=3" in line and "2048" in line for line in found)
     assert len(found) == 2
-    # what is wrong with the recipe, and so with every variant, is told once
+    # a problem of the recipe itself, and so of every variant, is printed once
     shared = problems_of("zero=1,2,3", overrides=["optim.lr=-1"])
     assert len(shared) == 1
     assert shared[0].startswith("optim.lr=-1")
@@ -105,7 +105,7 @@ def test_every_problem_of_every_variant_is_told_before_anything_starts():
         (["recipe=tiny,1b"], {}, "SWEEP sets recipe"),
         (["zero=1,2"], {"steps": 300}, "STEPS=300 is more than the 200 steps of tiny"),
         (["zero=1,2"], {"name": "a/b"}, "NAME='a/b' is not a folder name"),
-        (["zero=1,2"], {"name": "a=b"}, "without '='"),
+        (["zero=1,2"], {"name": "a=b"}, "a name has no '='"),
         (["zero=1,2"], {"name": "n" * 99}, "too long for its runs' names"),
         (["seed=range(0,2000)"], {}, "more than 1000 runs"),
         (["zero=1,2"], {"ranks": 3}, "batch_tokens=2048"),
@@ -117,18 +117,18 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(words, options, said
 
 def test_counts_given_wrong_are_refused_together(capsys):
     arguments = ["--sweep", "zero=1,2", "--steps", "2", "--repeats", "x", "--nproc", "0"]
-    assert compare.main(arguments) == 93
+    assert command.main(arguments) == 93
     said = capsys.readouterr().err
     assert "STEPS='2' is not a number from 3" in said
     assert "REPEATS='x'" in said
     assert "NPROC='0'" in said
 
 
-def test_a_folder_says_what_it_compares_and_refuses_another(tmp_path):
+def test_a_folder_stores_what_it_compares_and_refuses_another(tmp_path):
     place = tmp_path / "cmp"
     wanted = planned("zero=1,2").as_dict()
     folder.open_comparison(place, wanted).close()
-    folder.open_comparison(place, wanted).close()  # goes on
+    folder.open_comparison(place, wanted).close()  # continues
     folder.open_comparison(place, planned("zero=1,2", repeats=5).as_dict()).close()  # more rounds
     with pytest.raises(UserError, match=r"another comparison \(steps 20 there, 30 now\)"):
         folder.open_comparison(place, planned("zero=1,2", steps=30).as_dict())
@@ -140,7 +140,7 @@ def test_a_folder_says_what_it_compares_and_refuses_another(tmp_path):
     with pytest.raises(UserError, match="another process is writing"):
         folder.open_comparison(place, wanted)
     held.close()
-    # rounds on record are its own, also when fewer were asked for since; others are strangers
+    # recorded rounds belong to it, even when fewer were asked for later; others are refused
     again = planned("zero=1,2", repeats=6, name="cmp")
     for name in (again.by_round()[5][0], again.by_round()[6][1]):
         (tmp_path / name).mkdir()

@@ -66,7 +66,7 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
         is_inside.set()
         return is_waiting.wait(30)
 
-    monkeypatch.setattr(setup, "_say", log)
+    monkeypatch.setattr(setup, "_log", log)
     monkeypatch.setattr(setup, "_pip", pip)
     monkeypatch.setattr(setup.venv, "create", lambda folder, **options: None)
     monkeypatch.setattr(

@@ -40,7 +40,7 @@ def test_a_value_override_needs_no_plus_and_knows_where_it_came_from():
     assert "seed" not in composed.origins  # a default
 
 
-def test_an_ingredient_of_an_ingredient_is_named_as_origin():
+def test_an_option_of_an_option_is_named_as_origin():
     origins = compose("tiny", ["optim=wsd"]).origins
     assert origins["optim.schedule"] == "recipes/optim/wsd.yaml"
     assert origins["optim.beta2"] == "recipes/optim/adamw-cosine.yaml"
@@ -91,7 +91,7 @@ def test_an_unknown_recipe_lists_the_recipes():
     assert "no such recipe" in only(recipe_name="..")
 
 
-def test_an_unknown_ingredient_lists_the_ingredients():
+def test_an_unknown_config_group_option_lists_the_options():
     line = only("optim=wdd")
     assert "optim=wdd: no such config group option; did you mean wsd?" in line
     assert "adamw-cosine" in line
@@ -364,7 +364,7 @@ def test_an_empty_text_is_not_taken_for_none(knob):
         compose("tiny", [f"{knob}=''"])
 
 
-def test_switching_an_ingredient_leaves_nothing_of_the_former_one():
+def test_switching_a_config_group_option_leaves_nothing_of_the_former_one():
     assert set(compose("tiny", ["data=synthetic"]).recipe.data.sources) == {"synthetic"}
     qwen = compose("tiny", ["model=qwen3-0.6b"])
     assert qwen.recipe.model.qk_norm
@@ -387,7 +387,7 @@ def test_a_knob_given_twice_takes_the_later_value_and_says_so():
     assert "no effect" in compose("tiny", ["steps=5", "stop_after=9"]).warnings[0]
 
 
-@pytest.mark.parametrize("recipe", ["tiny", "70b"])
+@pytest.mark.parametrize("recipe_name", ["tiny", "70b"])
 def test_a_written_recipe_composes_back_to_the_same(recipe_name, tmp_path):
     overrides = ["ds.zero_optimization.overlap_comm=true", "run='1e5'", "optim.lr=1e-5"]
     overrides += ["batch_tokens=[[0,8388608],[10,16777216]]", "data.attend=across"]

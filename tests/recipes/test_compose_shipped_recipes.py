@@ -25,31 +25,31 @@ def lines_of(recipe_name: str) -> list[str]:
     return (RECIPES / f"{recipe_name}.yaml").read_text().splitlines()
 
 
-def test_the_named_dishes_exist():
+def test_the_named_recipes_exist():
     assert set(recipe_names()) >= set(RANKS)
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_a_dish_is_short_and_starts_with_its_command(recipe_name):
+@pytest.mark.parametrize("recipe_name", recipe_names())
+def test_a_recipe_is_short_and_starts_with_its_command(recipe_name):
     lines = lines_of(recipe_name)
     assert len(lines) <= MOST_LINES
     assert re.match(rf"# make pretrain RECIPE={re.escape(recipe_name)}\b", lines[0])
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_each_number_of_a_dish_has_a_reason(recipe_name):
+@pytest.mark.parametrize("recipe_name", recipe_names())
+def test_each_number_of_a_recipe_has_a_reason(recipe_name):
     bare = [line for line in lines_of(recipe_name) if NUMBER.match(line) and "#" not in line]
     assert not bare
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_a_dish_puts_itself_last(recipe_name):
+@pytest.mark.parametrize("recipe_name", recipe_names())
+def test_a_recipe_puts_itself_last(recipe_name):
     entries = [line.strip() for line in lines_of(recipe_name) if line.startswith("  - ")]
     assert entries[-1] == "- _self_"
 
 
-@pytest.mark.parametrize("recipe", list(RANKS))
-def test_a_dish_settles_on_the_ranks_it_is_meant_for(recipe_name):
+@pytest.mark.parametrize("recipe_name", list(RANKS))
+def test_a_recipe_resolves_on_the_ranks_it_is_meant_for(recipe_name):
     composed = compose(recipe_name)
     recipe = composed.recipe
     assert not composed.warnings
@@ -74,7 +74,7 @@ def test_tiny_is_shaped_for_every_axis():
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_ingredient_composes_and_says_what_it_is(group):
+def test_every_config_group_option_composes_and_describes_itself(group):
     assert group_options(group)
     for name in group_options(group):
         extra = ["optim.lr=1e-3"] if group == "optim" else []

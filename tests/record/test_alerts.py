@@ -14,8 +14,8 @@ from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from recipes.compose import compose
-from recipes.schema import Alerts as Knobs
-from record.alerts import Alerts
+from recipes.faults import Alerts as Knobs
+from record.alerts import AlertSender
 
 
 def program(folder, text: str) -> str:
@@ -28,7 +28,9 @@ def program(folder, text: str) -> str:
 def alerts(command: list[str], timeout_s: int = 60):
     events, lines = [], []
     knobs = Knobs(command=tuple(command), timeout_s=timeout_s)
-    made = Alerts("a", knobs, lambda kind, **fields: events.append((kind, fields)), lines.append)
+    made = AlertSender(
+        "a", knobs, lambda kind, **fields: events.append((kind, fields)), lines.append
+    )
     return made, events, lines
 
 
@@ -43,12 +45,12 @@ def test_the_command_gets_the_text_and_no_secret(tmp_path, monkeypatch):
     alert, events, lines = alerts(command)
     alert("stop", "a: stopped; key s3cr3t-Planted-91 $(id)", step=7, token="abc")
     alert.close()
-    told = out.read_text()
-    assert "s3cr3t" not in told + str(events) + str(lines)
-    assert "ALERT_KIND=stop" in told
-    assert "ALERT_RUN=a" in told
-    assert "step: 7" in told
-    assert "$(id) ;x" in told  # words arrive as they were written: there is no shell
+    reported = out.read_text()
+    assert "s3cr3t" not in reported + str(events) + str(lines)
+    assert "ALERT_KIND=stop" in reported
+    assert "ALERT_RUN=a" in reported
+    assert "step: 7" in reported
+    assert "$(id) ;x" in reported  # words arrive as they were written: there is no shell
     assert events == [("stop", {"text": "a: stopped; key *** $(id)", "step": 7, "token": "***"})]
     assert lines == ["alert: a: stopped; key *** $(id)"]
 
@@ -76,7 +78,7 @@ def test_no_command_outlives_the_run_however_many_alerts_wait(tmp_path):
         assert eventually(lambda pid=pid: not Path("/proc", pid).exists())
     failed = [fields["reason"] for kind, fields in events if kind == "alert_failed"]
     assert len(failed) == 4
-    assert failed[-1] == "the run ended before it was told"
+    assert failed[-1] == "the run ended before it was sent"
 
 
 def test_no_command_outlives_a_run_that_was_killed(tmp_path):
@@ -84,9 +86,9 @@ def test_no_command_outlives_a_run_that_was_killed(tmp_path):
     command = program(tmp_path, f'sleep 600 &\necho $$ $! > "{pids}.new"; mv "{pids}.new" "{pids}"'
                                 "\nsleep 600; exit")  # fmt: skip
     code = (
-        "import time; from recipes.schema import Alerts as Knobs;"
-        "from record.alerts import Alerts;"
-        f"Alerts('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
+        "import time; from recipes.faults import Alerts as Knobs;"
+        "from record.alerts import AlertSender;"
+        f"AlertSender('a', Knobs(command=({command!r},)), lambda *a, **k: 0, print)('x', 'y');"
         "time.sleep(600)"
     )
     run = background(ROOT, [sys.executable, "-c", code])
@@ -123,7 +125,7 @@ def test_without_a_command_nothing_is_started():
 def test_a_command_that_is_no_list_or_holds_a_secret_is_refused():
     with pytest.raises(UserError) as refused:
         compose("tiny", ["alerts.command=mail", "alerts.timeout_s=0"])
-    assert "is not a list of words" in str(refused.value)
+    assert "is not a list of texts" in str(refused.value)
     assert "alerts.timeout_s=0" in str(refused.value)
     for words in (
         "--token,abcdefgh",

@@ -1,4 +1,4 @@
-"""record/goodput.py and forecast.py: every second once; the formula against injected failures."""
+"""record/goodput.py counts every second once; record/forecast.py agrees with injected failures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.lineage import encode
+from base.jsonl import encode
 from commands import events
 from commands import goodput as command
 from record import forecast, goodput
+from record.attempts import Attempt
 from record.forecast import Costs
 from record.goodput import account, attempts_of, shares
 
@@ -62,7 +63,9 @@ class Recorded:
 
 def line(attempt: int, step: int, step_s: float, **fields) -> dict:
     """What a step leaves, as far as the account reads it."""
-    plain = dict(segment=0, data_s=0.0, eval_s=0.0, skipped=False, targets=1, first_of_life=False)
+    plain = dict(
+        segment=0, data_s=0.0, eval_s=0.0, skipped=False, targets=1, first_of_attempt=False
+    )
     return {"attempt": attempt, "step": step, "step_s": step_s} | plain | fields
 
 
@@ -125,7 +128,9 @@ def test_failures_that_come_before_any_save_leave_nothing():
 
 
 def attempt(number: int, began: float, ended: float, cause: str | None, lines=(), **seconds):
-    return goodput.Attempt(number, began, ended, cause, len(lines), seconds, list(lines))
+    return Attempt(
+        began, ended, cause=cause, number=number, last_step=len(lines), seconds=seconds, lines=lines
+    )
 
 
 def test_a_gap_that_no_launcher_filled_is_idle():
@@ -139,7 +144,7 @@ def test_a_gap_that_no_launcher_filled_is_idle():
 
 def test_waiting_evaluating_warming_up_and_steps_without_an_update_are_no_goodput():
     lines = [
-        line(1, 1, 9.0, first_of_life=True),
+        line(1, 1, 9.0, first_of_attempt=True),
         line(1, 2, 1.0, data_s=0.25),
         line(1, 3, 1.0, eval_s=2.0),
         line(1, 4, 1.0, skipped=True),
@@ -169,7 +174,7 @@ def test_stamps_that_overlap_a_little_still_add_up():
         (3600, 20.0, 25.0, 3655.0),  # or forward
     ],
 )
-def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
+def test_attempts_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_0(
     jump_s, ended, began, whole
 ):
     first = attempt(
@@ -185,14 +190,14 @@ def test_lives_that_overlap_and_clocks_that_jump_leave_no_second_twice_or_below_
         assert sum(total.values()) == whole
 
 
-def test_a_life_that_goes_on_lives_until_now_and_older_records_are_read():
+def test_an_attempt_that_goes_on_lives_until_now_and_older_records_are_read():
     run = Recorded(Costs(1.0, 0.0, 0.0), 10, start_s=3.0, detect_s=0.0)
     run.event("attempt", 1, BEGAN_S + 3, after_step=0, world=2)  # how older runs began an attempt
     [one] = attempts_of(run.events, [line(1, 1, 1.0)], BEGAN_S + 9)
-    assert (one.cause, one.began_s, one.ended_s) == (None, BEGAN_S + 3, BEGAN_S + 9)
+    assert (one.cause, one.began_unix_s, one.ended_unix_s) == (None, BEGAN_S + 3, BEGAN_S + 9)
     run.event("began", 2, BEGAN_S + 20, after_step=0, started_unix_s=BEGAN_S + 12)
     two = attempts_of(run.events, [], BEGAN_S + 30)[1]
-    assert (two.began_s, two.seconds["start"]) == (BEGAN_S + 12, 8.0)
+    assert (two.began_unix_s, two.seconds["start"]) == (BEGAN_S + 12, 8.0)
 
 
 @pytest.fixture
@@ -211,7 +216,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return made
 
 
-def test_the_verb_prints_an_account_of_100_percent_and_an_interval(folder, capsys):
+def test_the_command_prints_an_account_of_100_percent_and_an_interval(folder, capsys):
     assert command.main(["mine"]) == 0
     out = capsys.readouterr().out
     assert "2 attempts, 2 failures" in out
@@ -228,7 +233,7 @@ def test_what_a_user_gets_wrong_is_refused_with_the_way_out(folder, capsys):
         ("goodput", "mine", "--mtbf", "soon"): ["MTBF=soon", "2.8h"],
         ("goodput", "mine", "--mtbf", "-1"): ["MTBF=-1", "above 0"],
         ("goodput", "mine", "--mtbf", "nan"): ["MTBF=nan"],
-        ("events", "mine", "--kind", "attempts"): ["KIND=attempts", "attempt, saved"],
+        ("events", "mine", "--kind", "attempts"): ["KIND=attempts", "attempt, began, saved"],
     }.items():
         main = events.main if words[0] == "events" else command.main
         assert main(list(words[1:])) == 93

@@ -1,4 +1,4 @@
-"""Rewinding: one line decides, nothing is moved, what was abandoned never comes back in silence."""
+"""record/history.py: a rewind is one line, moves nothing, and abandoned steps never come back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from checkpoint.format.rectangles import Box
 from checkpoint.format.state import RunState
 from checkpoint.lineage import lineage, lineage_of, read
 from checkpoint.load import choosing
-from checkpoint.load.choosing import Keep, at_step
+from checkpoint.load.choosing import at_step
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from commands import verify
 from recipes.compose import compose
 from record import history
@@ -273,7 +274,7 @@ def test_verify_reads_what_belongs_to_the_run_and_with_all_whatever_there_is(run
     assert verified("--all", "--step=80") == (0, ["step 80 (abandoned): whole"], "")
     status, _, said = verified("--step=100")
     assert status == 93
-    assert "no checkpoint of step 100 to verify; ALL=1 looks at abandoned ones, too" in said
+    assert "no checkpoint of step 100 to verify; ALL=1 also looks at abandoned ones" in said
     path = run / "history.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 60', b'"step": 61'))
     assert verified()[0] == 93

@@ -1,4 +1,4 @@
-"""Whether a run goes on: never at step 0 in silence, never with another order of the data."""
+"""record/resuming.py: a run never starts at step 0 in silence, nor with another order of data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_threads import run_threads
 from small_corpora import counting_document, stream_of, write_corpus
-from threads import run_threads
 
 from base.errors import UserError
 from checkpoint.comm import Alone
@@ -19,10 +19,10 @@ from checkpoint.format.manifest import committed
 from checkpoint.format.rectangles import Box
 from checkpoint.format.state import RunState
 from checkpoint.lineage import lineage_of
-from checkpoint.load.choosing import Keep
 from checkpoint.load.outside_weights import same_everywhere
 from checkpoint.save.commit import save
-from data.stream.collect import Collector
+from checkpoint.save.retention import Keep
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.compose import compose_command
 from record import history
@@ -152,7 +152,7 @@ def test_shorter_sequences_keep_the_windows_that_the_order_permutes(run):
 
 def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
     for pattern in ("'*'", "'optim.*'"):
-        with pytest.raises(UserError, match="allowed by its name"):
+        with pytest.raises(UserError, match="allowed by name"):
             stands(run, "optim.lr=0.5", f"allow=[{pattern}]")
     assert stands(run, "optim.lr=0.5", "allow=[optim]").step == 4
 
@@ -263,7 +263,7 @@ def lived(root, run, after, last, saves):
     run.mkdir(exist_ok=True)
     (run / "recipe.yaml").write_text("")
     segment = history.begin(run, None, after)
-    collector = Collector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
+    collector = LedgerCollector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
     for step in range(after + 1, last + 1):
         collector.add(stream.step(step, 0, 1, 8))
         if step in saves:

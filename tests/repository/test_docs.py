@@ -1,4 +1,4 @@
-"""docs/: every command is one that make takes; those that need no cluster are run."""
+"""Commands, files and messages that docs/ names exist; commands without a cluster are run."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def test_the_readme_leads_to_every_page_and_promises_name_tests_that_are_there()
     promises = (ROOT / "docs" / "promises.md").read_text()
     held_by = set(re.findall(r"`(test_\w+\.py)`", promises))
     assert len(held_by) > 40
-    assert not [name for name in held_by if not (ROOT / "tests" / name).exists()]
+    assert not [name for name in held_by if not list((ROOT / "tests").rglob(name))]
 
 
 def test_messages_that_the_troubleshooting_page_explains_are_the_programs():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     code = "\n".join(
         path.read_text()
-        for folder in ("launch", "runtime")
-        for path in (ROOT / folder).glob("*.py")
+        for folder in ("launch", "record", "runtime", "commands")
+        for path in (ROOT / folder).rglob("*.py")
     )
     for words in (
         "cannot be reached over any of",

@@ -1,4 +1,4 @@
-"""The how-to for one's own data: its commands work in order, its table has every knob."""
+"""docs/own-data.md: its commands work in their order, its table has every knob."""
 
 from __future__ import annotations
 

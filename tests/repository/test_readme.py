@@ -1,4 +1,4 @@
-"""The README's commands do what it says, run in a clone with this interpreter."""
+"""Every command of the README works; they are run in a clone with this interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import ROOT, run_command
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-# What CI runs itself (`make test`), what starts a server, what another file runs on less.
+# Commands that CI runs itself, that start a server, or that another test file runs.
 ELSEWHERE = {"make test", "make tensorboard"}
 ELSEWHERE |= {command for command in COMMANDS if "replay" in command}  # test_spikes.py
 ELSEWHERE |= {command for command in COMMANDS if "SWEEP=" in command}
@@ -49,7 +49,7 @@ def test_a_command_of_the_readme_works(clone, command):
         assert "step   2/2" in done.stdout or "step 2/2" in done.stdout
 
 
-def test_make_help_names_every_verb():
+def test_make_help_names_every_command():
     done = run_command(["make", "help"], 30)
     commands_of_make = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [line.split()[0] for line in done.stdout.splitlines()] == commands_of_make

@@ -1,4 +1,4 @@
-"""A sample of `make crash`: SIGKILL in a save, then the run ends as if nothing had happened."""
+"""A sample of the cases of `make crash`: SIGKILL in a save; the resumed run ends unharmed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crash import cases, check_end, crash
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """The ranks are forked, and threads of torch's do not survive that."""
+    """Use one thread: the ranks are forked, and torch's threads do not survive a fork."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread():
 def test_kills_at_moments_of_a_save_leave_a_run_that_ends_as_if_nothing_had_happened(
     mode, step, tmp_path, one_thread
 ):
-    """CKP-01: one rank, all at once, in the middle of a write; all of them in `make crash`."""
+    """CKP-01: one rank, all ranks, in the middle of a write; `make crash` has all cases."""
     found = list(cases(tmp_path, mode, step))
     check_end(tmp_path / f"probe-{mode}-{step}", None)
     names = {case.name for case in found}

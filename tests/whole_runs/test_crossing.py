@@ -1,4 +1,4 @@
-"""Any layout saves, any layout loads: twelve crossings of four layouts, in one launch."""
+"""A checkpoint of any layout loads under any other: twelve pairs of four layouts, one launch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seen(short_documents, folder) -> dict:
 
 @pytest.fixture(scope="module")
 def expected(short_documents) -> list[float]:
-    """Losses of a plain loop that never stopped."""
+    """Losses of an uninterrupted plain loop."""
     return plain_loop(recipe_of(next(iter(LAYOUTS)), short_documents), LAST)["loss"]
 
 
@@ -55,7 +55,7 @@ def test_what_went_through_another_layout_exports_the_same_weights_to_the_bit(se
 
 
 def test_a_flipped_bit_in_any_kind_of_copy_names_its_rank_and_weight(seen):
-    """Copies over data ranks, uncut weights over tensor ranks, tied ones over pipeline stages."""
+    """Copies on data ranks, replicated weights on tensor ranks, tied weights on pipeline stages."""
     groups = {
         "pipeline 2 x tensor 2, ZeRO-1": {
             "pipeline stage 1": [2, 3],

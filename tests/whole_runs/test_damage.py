@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's bytes: found before use, one verdict, the next older one."""
+"""Damage to the files of a checkpoint: found before use, by all ranks, and passed over."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 from manifests import folder, rewritten
-from pieces import cut_flat, full_tensors
-from saves import load_on_all, save_on_all
-from threads import run_threads
+from rank_threads import run_threads
+from saves_on_threads import load_on_all, save_on_all
+from small_fragments import cut_flat, full_tensors
 
 from checkpoint.format.blocks import KINDS, Damaged, Problem
 from checkpoint.format.epochs import Fenced
 from checkpoint.format.manifest import committed
 from checkpoint.load import choosing
-from checkpoint.load.choosing import best, removable, verify
+from checkpoint.load.choosing import verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep, best, removable
 from record.records import read_events, record_event
-from runtime.log.rank0_record import Record
+from runtime.log.rank0_record import RunRecord
 
 WORLD = 3
 FILES = ["MANIFEST.json", "rank-00000.bin", "rank-00001.bin", "rank-00002.bin", "rank-00001.json"]
@@ -32,7 +33,7 @@ FILES = ["MANIFEST.json", "rank-00000.bin", "rank-00001.bin", "rank-00002.bin", 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run with checkpoints of steps 100 and 1000."""
+    """Make a run with checkpoints of steps 100 and 1000."""
     run = tmp_path_factory.mktemp("made")
     for step in (100, 1000):
         assert save_on_all(run, step, world=WORLD)[0].ok
@@ -41,7 +42,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def newest(made):
-    """The newest checkpoint, put right again afterwards."""
+    """The newest checkpoint; it is restored afterwards."""
     where = folder(made, 1000)
     before = {path: path.read_bytes() for path in where.iterdir()}
     yield where
@@ -52,7 +53,7 @@ def newest(made):
 
 
 def passed_over(run):
-    """Kinds of damage of step 1000, the same on all ranks, which all took step 100, whole."""
+    """Load on all ranks: all find the same damage of step 1000, which is returned, and load 100."""
     results, same = load_on_all(run, WORLD)
     assert same
     assert {result.step for result in results} == {100}
@@ -112,7 +113,7 @@ def test_every_kind_of_damage_to_every_file_has_its_own_name(made, newest, chang
 
 
 def test_swapped_ranks_a_name_that_leads_away_and_a_failing_disk(made, newest, monkeypatch):
-    """CKP-04, and what no byte of the file tells."""
+    """CKP-04, and damage that no byte of the file shows."""
     one, two = newest / "rank-00000.bin", newest / "rank-00001.bin"
     data = one.read_bytes(), two.read_bytes()
     one.write_bytes(data[1])
@@ -156,7 +157,7 @@ def test_a_problem_keeps_its_kind_on_the_way_to_other_ranks():
 
 
 def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
-    """The record of an attempt that passed a checkpoint over."""
+    """An attempt that passes a checkpoint over records why."""
     flip(newest / "rank-00000.bin", random.Random(1))
     drop(newest / "rank-00001.bin", None)
     results, _ = load_on_all(made, WORLD)
@@ -177,7 +178,7 @@ def test_each_kind_is_an_event_of_its_own(made, newest, tmp_path):
     loaded = SimpleNamespace(
         damaged=[(newest, problems)], unnamed=["x.pt"], step=1, seconds=1.0, bytes=1
     )
-    Record.resumed(record, loaded, [])
+    RunRecord.resumed(record, loaded, [])
     events = read_events(tmp_path, "damaged_checkpoint")
     assert {one["damage"] for one in events} == {"flipped", "missing"} <= set(KINDS)
     assert all(one["damage"] != "flipped" or "rank-00000.bin" in str(one) for one in events)
@@ -209,7 +210,7 @@ def test_the_best_checkpoint_is_the_lowest_validation_loss_without_a_skipped_ste
 
 
 def test_the_best_one_stays_and_what_is_newer_than_the_verified_one_does_not_count():
-    keep = choosing.Keep(newest=2, every=10)
+    keep = Keep(newest=2, every=10)
     assert removable([1, 2, 3, 4], keep, 4, healthiest=2) == [1]
     assert removable([1, 2, 3, 10, 11, 12], keep, 12) == [1, 2, 3]
     # 90 and 95 are of a segment that was left: they do not push the run's own out.
@@ -223,7 +224,7 @@ def test_a_run_keeps_its_healthiest_checkpoint(tmp_path):
         values = state(loss, skipped=step == 4)
 
         def one(comm, ranks=ranks, step=step, values=values):
-            keep = choosing.Keep(newest=1)
+            keep = Keep(newest=1)
             return save(tmp_path, step, ranks[comm.rank], values, comm, keep=keep)
 
         assert all(report.ok for report in run_threads(2, one))
@@ -253,7 +254,7 @@ def test_all_ranks_hear_that_the_run_is_another_lifes(tmp_path):
 
 
 def test_a_rank_that_sees_a_new_folder_late_waits_for_it(tmp_path, monkeypatch):
-    """Network file systems show names late: nobody but rank 0 decides what there is."""
+    """Network file systems show names late; rank 0 alone decides which checkpoints exist."""
     real, lies = Path.is_dir, []
 
     def lagging(path, **options):

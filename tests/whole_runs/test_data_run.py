@@ -1,4 +1,4 @@
-"""Skips, stages and audits in whole runs: what was planned is trained, recorded and replayed."""
+"""Skips, stages and audits in whole runs: trained, recorded and replayed as planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from clones import make_clone, start
 from ranks import run_command
 from small_corpora import random_documents, write_corpus
-from warm import Warm
+from warm_starts import Warm
 
 from data.stream.ledger import read_ledger
 from record.history import read as read_history
@@ -43,14 +43,14 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm(clone) -> Iterator[Warm]:
-    """Starts on one rank, without a launcher."""
+    """Starts of one rank without a launcher."""
     with Warm(clone) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def whole(clone, warm) -> Path:
-    """The final recipe from the start, on one rank."""
+    """A run of the final recipe from the start, on one rank."""
     done = warm.start("run=whole", *SHORT, *SOURCES, *LATER)
     assert done.returncode == FINISHED, done.stdout
     return clone / "runs" / "whole"
@@ -58,7 +58,7 @@ def whole(clone, warm) -> Path:
 
 @pytest.fixture(scope="module")
 def grown(clone, warm) -> Path:
-    """The same, its later parts given only when the run went on, on two ranks."""
+    """The same run on two ranks, whose later parts were given only when it was resumed."""
     words = ["run=grown", *SHORT, *SOURCES, "zero=2"]
     done = warm.start(*words, "data.skip.advance=[[2,4]]", "stop_after=5")
     assert done.returncode == FINISHED, done.stdout

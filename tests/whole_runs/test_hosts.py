@@ -1,4 +1,4 @@
-"""Real runs on several hosts: network namespaces with names and ssh servers of their own."""
+"""Runs on several hosts: network namespaces, each with its own name and ssh server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hosts(tmp_path_factory):
 def launcher(
     hosts: Hosts, clone: Path, ssh: str, count: int, *words: str, module="commands.pretrain"
 ):
-    """The command that starts a run from the first host on the first `count` of them."""
+    """Command that starts a run from the first host on the first `count` hosts."""
     (clone / f"hosts{count}").write_text("".join(f"node{n} slots=1\n" for n in range(1, count + 1)))
     place = ["--hostfile", f"hosts{count}", "--ssh", ssh]
     rest = ["--", *SMALL, *RUN, *words] if module == "commands.pretrain" else []
@@ -90,7 +90,7 @@ def test_a_killed_rank_and_a_lost_host_of_the_store_cost_a_life_each_and_no_bit(
     """The launcher on node1, ranks on node2 and node3, node4 waits."""
     made, ssh = hosts
     words = [*SMALL, *RUN, "zero=2", "checkpoint.interval=10", "cluster.lost_s=20"]
-    bed = chaos.Bed(clone, made, ssh, words)
+    bed = chaos.FaultyHosts(clone, made, ssh, words)
     try:
         bed.start("struck")
         bed.await_steps(12)
@@ -98,10 +98,10 @@ def test_a_killed_rank_and_a_lost_host_of_the_store_cost_a_life_each_and_no_bit(
         bed.wait(lambda: len(read_events(bed.run, "first_step")) == 2)
         bed.await_steps(24)
         made.power_off(2)
-        assert bed.end() == FINISHED, bed.said()
+        assert bed.end() == FINISHED, bed.output()
     finally:
         bed.stop()
-    said = bed.said()
+    said = bed.output()
     assert "failed: rank 1 of 2 on node3 was killed by SIGKILL" in said
     assert "spare node4 takes the place of node2 (lost)" in said
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""A build that is killed goes on where it was, to the same bytes, and leaves no process behind."""
+"""A killed build of a corpus is resumed, gives the same bytes and leaves no process behind."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from text_inputs import GOOD, build, json_lines, write_files
 KILLED = """
 import os, pathlib, sys
 import pandas  # pyarrow looks for it; here once, not again in every child
-sys.path[:0] = ["tests"]
+sys.path[:0] = ["tests/workers"]
 from digests import digest
 from text_inputs import build
 from data.text import unit
@@ -78,9 +78,9 @@ def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
 
 SLOW = """
 import sys
-sys.path[:0] = ["tests"]
-from data.text import ingest, inputs
-inputs.UNIT_BYTES = 20000
+sys.path[:0] = ["tests/workers"]
+from data.text import ingest, unit_plan
+unit_plan.UNIT_BYTES = 20000
 from commands import corpus
 sys.exit(corpus.main(sys.argv[1:]))
 """

@@ -1,4 +1,4 @@
-"""A source of known entropy is learned to within a few per cent of it, and never below."""
+"""The loss on a source of known entropy comes near the entropy and never falls below it."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import json
 import shutil
 import sys
 
-import golden
 import pytest
+import torch
 from clones import make_clone
 from ranks import ROOT, run_command
 
@@ -63,10 +63,8 @@ def test_a_checkpoint_of_an_older_version_goes_on_to_the_bit(clone):
     found = {line["step"]: line for line in read_metrics(folder)}
     assert sorted(found) == list(range(1, 25))
     recorded = json.loads((OLDER / "run" / "environment.json").read_text())
-    same = (recorded["torch"], recorded["cpu"]) == (
-        golden.fingerprint()["torch"],
-        golden.fingerprint()["cpu"],
-    )
+    here = (torch.__version__, torch.backends.cpu.get_cpu_capability())
+    same = (recorded["torch"], recorded["cpu"]) == here
     for line in expected:
         for name in ("loss", "grad_norm", "val_loss"):
             if name in line:

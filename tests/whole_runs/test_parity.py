@@ -1,4 +1,4 @@
-"""One recipe, any layout, one run: ZeRO 1, 2, 3 x 1, 2, 4 ranks x accumulation 1, 4.
+"""One recipe gives the same run in every layout: ZeRO 1, 2, 3 x 1, 2, 4 ranks x accumulation 1, 4.
 
 The reference shares no code with the engine: Transformers' Llama, torch.optim.AdamW and
 clip_grad_norm_ in a plain loop below.
@@ -29,7 +29,7 @@ TIMEOUT_S = {1: 120, 2: 180, 4: 280}
 
 @pytest.fixture(scope="module")
 def cases(short_documents, tmp_path_factory) -> dict[str, dict]:
-    """Every fp32 case of every world size, by name."""
+    """All fp32 cases of all numbers of ranks, by name."""
     folder = tmp_path_factory.mktemp("parity")
     found = {}
     for world, timeout_s in TIMEOUT_S.items():

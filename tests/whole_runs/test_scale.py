@@ -1,4 +1,4 @@
-"""What must not grow with the corpus: memory, start, order, state; many shards, shared folders."""
+"""Memory, start, order and state do not grow with the corpus; many shards, shared folders."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SEQUENCE = 1 << 30  # tokens of one document of the sparse corpus
 
 
 def sparse_corpus(folder: Path, tokens: int, shards: int) -> None:
-    """A corpus of end ids that is whole in every check: files of zeros that take no disk space."""
+    """Make a valid corpus of end ids: sparse files of zeros that need no disk space."""
     folder.mkdir()
     size = tokens // shards // SEQUENCE * SEQUENCE
     lengths = np.full(size // SEQUENCE, SEQUENCE, dtype="<i4")
@@ -84,7 +84,7 @@ print(json.dumps(dict(
 
 
 def probe(root: Path, step: int) -> dict:
-    """Opening and one batch in a process of its own."""
+    """Open a corpus and read one batch in a separate process; returns what it measured."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(root), str(step)],
         capture_output=True,
@@ -147,7 +147,7 @@ def test_the_state_of_a_thousand_sources_stays_below_a_kilobyte(tmp_path):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """300 shards of a few documents."""
+    """A corpus of 300 shards with a few documents each."""
     root = tmp_path_factory.mktemp("many")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)  # a thousand of them take long
@@ -178,7 +178,7 @@ with stream.prefetch(1, 60, 0, 1, 8) as batches:
 
 
 def test_two_jobs_read_300_shards_of_a_read_only_folder_with_few_files_open(many):
-    """160 descriptors are all, two per open shard; nothing is written beside the data."""
+    """At most 160 open files, two for each open shard; nothing is written beside the data."""
     before = snapshot(many)
     for path in [*many.rglob("*"), many]:
         path.chmod(path.stat().st_mode & ~0o222)
@@ -214,7 +214,7 @@ def test_a_stream_never_opens_a_file_for_writing(many, monkeypatch):
 @pytest.mark.parametrize("n", [1000, 65_537, 2**20 - 3, 244_140_625, 2**30 + 1])
 @pytest.mark.parametrize("seed", [1, 2, 42, 2**32 + 5, 2**64 - 1])
 def test_the_six_statistics_lie_inside_the_band_of_chance(n, seed):
-    """Five sizes, five seeds; bands of five standard deviations around what chance gives."""
+    """Five sizes, five seeds; bands of five standard deviations around the expected values."""
     count = min(n, 20_000)
     x = forward(np.arange(count), n, seed).astype(np.int64)
     scaled, noise = (x + 0.5) / n, 5 / np.sqrt(count)

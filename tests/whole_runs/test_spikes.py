@@ -1,8 +1,7 @@
-"""A sick run from the command line: it goes back, leaves data out, goes on, stops with a bundle.
+"""A run with faulty losses rewinds, skips data, continues, and stops with a diagnosis bundle.
 
-Two attempts of one rank under one command, then one step of theirs repeated twice; faults.py makes
-the
-clone's losses sick.
+Two attempts of one rank under one command; then one of their steps is repeated twice. faults.py
+changes the losses of the clone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory):
-    """(clone, run folder, how the command ended)."""
+    """Clone, run folder, and result of the command."""
     clone = make_clone(tmp_path_factory.mktemp("spikes"))
     infect(
         clone,

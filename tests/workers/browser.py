@@ -1,4 +1,4 @@
-"""A headless Chromium for tests that look at pages, driven over a pipe without any library.
+"""Drives a headless Chromium over a pipe, without any library, for tests that look at pages.
 
 The protocol is Chrome's DevTools protocol with --remote-debugging-pipe: JSON messages that end in a
 zero byte, commands on file descriptor 3, answers on 4.
@@ -51,7 +51,7 @@ CUT = """(wanted => {
 
 
 def chromium() -> str | None:
-    """Path of a Chromium or Chrome, None where there is none."""
+    """Path of a Chromium or Chrome; None where none is installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     return next((path for name in names if (path := shutil.which(name))), None)
 
@@ -89,7 +89,7 @@ class Browser:
         )  # fmt: skip
 
     def open(self, address: str, wanted: list[str], timeout_s: float = 120) -> str:
-        """Go to `address`, wait until every text of `wanted` is there, return the page's text."""
+        """Open `address`, wait until every text of `wanted` is shown; returns the page's text."""
         self._ask("Page.navigate", url="about:blank")
         self._ask("Page.navigate", url=address)
         deadline, text = time.monotonic() + timeout_s, ""
@@ -103,11 +103,11 @@ class Browser:
         raise AssertionError(f"{address}: {missing} did not appear in {timeout_s} s; seen: {text}")
 
     def cut(self, texts: list[str]) -> list[str]:
-        """Which of `texts` are shown only in part."""
+        """Texts of `texts` that are shown only in part."""
         return self.evaluate(f"{CUT}({json.dumps(texts)})")
 
     def picture(self) -> bytes:
-        """The page as a PNG."""
+        """Screenshot of the page as PNG bytes."""
         return base64.b64decode(self._ask("Page.captureScreenshot")["data"])
 
     def evaluate(self, expression: str) -> Any:

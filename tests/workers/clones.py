@@ -1,4 +1,4 @@
-"""A copy of the project in a folder of its own, so that whole-run tests never touch runs/ here."""
+"""Copies the project into another folder, so that tests of whole runs never write to runs/ here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLONES: list[Path] = []  # that this process made
 
 
 def make_clone(folder: Path) -> Path:
-    """Copy what git would clone, uncommitted changes included, into `folder`."""
+    """Copy the files that git tracks into `folder`, with uncommitted changes."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -53,7 +53,7 @@ def make_clone(folder: Path) -> Path:
 def start(
     clone: Path, *words: str, nproc: int = 1, timeout_s: float = 120, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `make pretrain` starts, in `clone`, with the overrides of a small run first."""
+    """Start the program of `make pretrain` in `clone`; the overrides of a small run come first."""
     command = [
         sys.executable,
         "-m",
@@ -68,7 +68,7 @@ def start(
 
 
 def background(clone: Path, command: list[str]) -> subprocess.Popen:
-    """Start `command` in `clone` without waiting, in a session of its own, its output dropped."""
+    """Start `command` in `clone` in a new session and do not wait; its output is dropped."""
     return subprocess.Popen(
         command,
         cwd=clone,

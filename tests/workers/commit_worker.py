@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from pieces import blank, cut_flat, full_tensors
+from small_fragments import blank, cut_flat, full_tensors
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 
 
 def main(out: Path, run: Path) -> None:
-    """Write what happened to `out`."""
+    """Write the results to the file `out`."""
     dist.init_process_group("gloo")
-    comm = Ranks(timeout_s=3)
+    comm = RankComm(timeout_s=3)
     fragments = cut_flat(full_tensors({"w": (9, 5)}), comm.world)[comm.rank]
     report = save(run, 4, fragments, {}, comm)
     loaded = load(run, blank(fragments), comm)

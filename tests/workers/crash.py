@@ -1,12 +1,12 @@
-"""A run in small, killed with SIGKILL at every moment of a save: the matrix behind `make crash`.
+"""Trains a small run and kills it at any moment of a save: the cases of `make crash`.
 
     attempt: lease -> load -> step, ledger, save (sync or async), step, ... -> last save -> release
-    moments of a save = what the product announces (`point`) + each call that changes a file or
-                        waits for the others, seen by replacing os.* in the ranks
+    moments of a save = points that the product announces (`point`) + each call that changes a file
+                        or waits for other ranks, found by replacing os.* in the ranks
 
 The ranks are forked processes with pipes between them; lease, load, save, ledger and retention are
-the product's own, on real files. The one rule: moments are recorded in a run that nothing stops,
-then each is met again in a run of its own. Units: steps, samples.
+the product's own, on real files. Rule: the moments are recorded in an uninterrupted run, then each
+is repeated in a new run that is killed there. Units: steps, samples.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pieces import blank, cut_flat, full_tensors
+from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.comm import Alone
 from checkpoint.format.manifest import committed
-from checkpoint.load.choosing import Keep, set_aside, verify
+from checkpoint.load.choosing import set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save import lease
 from checkpoint.save.background import Background
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from data.stream.ledger import Ledger, read_ledger
 
 WORLD, LAST, INTERVAL, BATCH = 3, 6, 2, 8
@@ -45,7 +46,7 @@ CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdi
 
 @dataclass(frozen=True)
 class Case:
-    """Where a run is killed: in the save after `step`, at moment `number` of rank `rank`."""
+    """One kill: in the save after `step`, at moment `number` of rank `rank`."""
 
     mode: str  # sync or async
     step: int
@@ -62,13 +63,13 @@ class Case:
 
 
 class Pipes:
-    """checkpoint.comm's interface between forked processes; rank 0 passes everything on."""
+    """Interface of checkpoint.comm between forked processes; rank 0 forwards all values."""
 
     def __init__(self, rank: int, links: list[Any]):
         self.rank, self.world, self.links = rank, WORLD, links
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """All values in order of rank. Raises RuntimeError where another rank is gone."""
+        """Values of all ranks in their order. Raises RuntimeError where another rank has ended."""
         try:
             if self.rank:
                 self.links[0].send(value)
@@ -92,7 +93,7 @@ class Moments:
     savers: set[int] = field(default_factory=set)  # threads whose calls count
 
     def watch(self, step: int) -> Callable[[str, int], None]:
-        """The `point` of the save after `step`; its thread's calls count from the first one on."""
+        """Return the `point` callback of the save after `step`; calls of its thread are counted."""
         if step != self.step:
             return lambda name, rank: None
 
@@ -107,16 +108,16 @@ class Moments:
         return point
 
     def close(self) -> None:
-        """The save has ended."""
+        """Stop counting: the save has ended."""
         self.savers.clear()
 
     def meet(self, name: str, tear: Callable[[], Any] = lambda: None) -> None:
-        """A moment of the save, where this thread saves; `tear` does half of what comes."""
+        """Count a moment where this thread saves; `tear` does half of the coming write."""
         if threading.get_ident() in self.savers:
             self.note(name, tear)
 
     def note(self, name: str, tear: Callable[[], Any] = lambda: None) -> None:
-        """A moment; the end, where it is the one to stop at."""
+        """Count a moment, and end the process where it is the one to stop at."""
         self.seen.append(name)
         stop = self.stop
         if stop is None or len(self.seen) != stop.number + 1:
@@ -129,7 +130,7 @@ class Moments:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        """See every call of this process that changes a file."""
+        """Replace the functions of os, so that every call that changes a file is counted."""
         for name in CALLS:
             setattr(os, name, self._seen(name, getattr(os, name)))
         builtins.open = self._seen_open(builtins.open)
@@ -155,7 +156,7 @@ class Moments:
 
 
 def update(fragments: list, rank: int, step: int) -> None:
-    """One step of training: a function of the step alone, in place."""
+    """Train one step in place; the change depends on the step alone."""
     for mine, change in zip(
         fragments, cut_flat(full_tensors(SHAPES, seed=step), WORLD)[rank], strict=True
     ):
@@ -163,7 +164,7 @@ def update(fragments: list, rank: int, step: int) -> None:
 
 
 def trained(step: int, rank: int) -> list:
-    """What a rank holds after `step` of a run that nothing stopped."""
+    """State of a rank after `step` of an uninterrupted run."""
     fragments = blank(cut_flat(full_tensors(SHAPES), WORLD)[rank])
     for one in fragments:
         one.tensor.zero_()
@@ -172,8 +173,8 @@ def trained(step: int, rank: int) -> list:
     return fragments
 
 
-def live(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> dict[str, Any]:
-    """One attempt of one rank, to the last step."""
+def attempt(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> dict[str, Any]:
+    """Train one attempt of one rank to the last step."""
     torch.set_num_threads(1)
     rank = main.rank
     held = lease.take(run, 0, os._exit) if rank == 0 else None
@@ -215,7 +216,7 @@ def live(run: Path, mode: str, main: Pipes, beside: Pipes, moments: Moments) -> 
 
 
 def start_ranks(run: Path, mode: str, stop: Case | None, step: int) -> list[dict | None]:
-    """An attempt of all ranks; what each returned, None where it was killed or lost the others."""
+    """Run an attempt of all ranks; returns their results, None where one was killed or cut off."""
     run.mkdir(exist_ok=True)
     links = [[multiprocessing.Pipe() for _ in range(WORLD - 1)] for _ in range(2)]
     answers = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD)]
@@ -252,7 +253,7 @@ def _answer(receive: Any, pids: list[int]) -> dict | None:
 
 
 def _be_rank(rank, group, links, answers, run, mode, stop, step) -> None:
-    """The child's side; never returns."""
+    """Run the rank in the forked child; never returns."""
     os.setpgid(0, group)
     mine = []
     for pipes in links:
@@ -266,7 +267,7 @@ def _be_rank(rank, group, links, answers, run, mode, stop, step) -> None:
             send.close()
     try:
         moments = Moments(step, mode == "async", stop if stop and stop.rank == rank else None)
-        answer = live(run, mode, *mine, moments)
+        answer = attempt(run, mode, *mine, moments)
     except BaseException:
         answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
     answers[rank][1].send(json.dumps(answer))
@@ -274,7 +275,7 @@ def _be_rank(rank, group, links, answers, run, mode, stop, step) -> None:
 
 
 def cases(folder: Path, mode: str, step: int) -> Iterator[Case]:
-    """Every moment of the save after `step`, x rank 0, 1, last, and all ranks at rank 0's."""
+    """Cases for every moment of the save after `step`: rank 0, rank 1, the last rank, all ranks."""
     results = start_ranks(folder / f"probe-{mode}-{step}", mode, None, step)
     for rank, result in enumerate(results):
         for number, name in enumerate(result["moments"]):
@@ -286,7 +287,7 @@ def cases(folder: Path, mode: str, step: int) -> Iterator[Case]:
 
 
 def crash(folder: Path, case: Case) -> int:
-    """Kill a run as `case` says, go on, and hold the invariants; the step that it went on from."""
+    """Kill a run at `case`, resume it and check it; returns the step from which it resumed."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     results = start_ranks(run, case.mode, case, case.step)
@@ -306,7 +307,7 @@ def crash(folder: Path, case: Case) -> int:
 
 
 def check_end(run: Path, case: Case | None) -> None:
-    """Weights, moments and ledger of a finished run, and nothing left over."""
+    """Check weights, moments and ledger of a finished run, and that no file is left over."""
     for rank in range(WORLD):
         expected = trained(LAST, rank)
         found = blank(expected)

@@ -1,9 +1,9 @@
-"""Saves under each of four layouts, loads under each other one, goes on; run by test_crossing.py.
+"""Saves under each of four layouts and resumes under each other one; run by test_crossing.py.
 
     torchrun crossing_worker.py OUT.json CORPUS FOLDER
 
-Writes the losses of each pair, which runs below FOLDER hold the same state, and what is said of a
-bit that flips in a weight of the last rank.
+Writes the losses of each pair, which runs below FOLDER hold the same state, and what is found when
+a bit flips in a weight of the last rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from parity_worker import SEQ_LEN, tiny_recipe
 from pipeline_worker import Run
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from checkpoint.save.replicas import Drift, Replica, differing, locate, summary
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
 
 
 def recipe_of(name: str, corpus: Path) -> Recipe:
-    """Tied, and a vocabulary that two tensor ranks cannot share evenly."""
+    """Recipe with tied weights and a vocabulary that two tensor ranks cannot share evenly."""
     stage, axes = LAYOUTS[name]
     recipe = tiny_recipe(
         corpus,
@@ -56,15 +56,18 @@ def train(run: Run, first: int, last: int) -> list[float]:
     return [float(run.step(step).loss) for step in range(first, last + 1)]
 
 
-def save_to(folder: Path, run: Run, ranks: Ranks) -> None:
+def save_to(folder: Path, run: Run, ranks: RankComm) -> None:
     state: dict[str, Any] = {"step": SAVED, "recipe": dataclasses.asdict(run.recipe)}
     report = save(folder, SAVED, run.engine.fragments(), state, ranks)
     assert report.ok, report.problem
 
 
-def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
-    """Of each group of holders that the last rank is in: the weight that is spoiled there, and the
-    first weight and the ranks that are found. Before: holders that differ without that."""
+def flipped(run: Run, ranks: RankComm) -> dict[str, Any]:
+    """Flip a bit on the last rank in each of its groups of holders.
+
+    Returns, for each group, the changed weight, the holders that differ before the change, and the
+    weight and ranks that are found.
+    """
     own = run.engine.replicas()
     last = {replica.holders: replica for replica in own}
     seen: dict[str, Any] = {"before": drifted(own, ranks)[0], "found": {}, "holders": {}}
@@ -84,7 +87,7 @@ def flipped(run: Run, ranks: Ranks) -> dict[str, Any]:
     return seen
 
 
-def drifted(own: list[Replica], ranks: Ranks) -> tuple[list[str], list[Drift]]:
+def drifted(own: list[Replica], ranks: RankComm) -> tuple[list[str], list[Drift]]:
     differ = differing(ranks.exchange(summary(own), "summary"))
     return differ, locate(own, differ, ranks)
 
@@ -95,7 +98,7 @@ def main(out: Path, corpus: Path, folder: Path) -> None:
     ranks = None
     for name in LAYOUTS:
         run = Run(recipe_of(name, corpus))
-        ranks = ranks or Ranks()
+        ranks = ranks or RankComm()
         seen["before"][name] = train(run, 1, SAVED)
         save_to(folder / name, run, ranks)
         seen["flipped"][name] = flipped(run, ranks)

@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_corpus_writer.py."""
+"""Digest of a folder, for tests that compare corpora byte for byte."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def digest(folder):
-    """Names and bytes of all files below a folder."""
+    """Hash of the names and bytes of all files below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     parts = [
         f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}"

@@ -1,11 +1,11 @@
-"""What DeepSpeed really does for each JSON, seen from two ranks; run by test_engine.py.
+"""Records what DeepSpeed does for each JSON on two ranks; run by test_engine.py.
 
     torchrun engine_worker.py OUT.json CORPUS
 
-Per case: the optimizer class, the keys of the JSON that were read while the engine was built and
-while it trained, each collective of one update with its bytes and whether it started before the
-last backward ended, and what steps that are poisoned, sick on one rank or refused do to the
-weights.
+For each case: the optimizer class, the keys of the JSON that were read while the engine was built
+and while it trained, each collective of one update with its bytes and whether it started before the
+last backward ended, and how the weights change in steps that are poisoned, not finite on one rank,
+or refused by the update gate.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from parallel import sharded_modules
 from recipes.schema import Recipe
 from runtime.ds_config.merge import load_preset
 from runtime.engine.batches import to_device
+from runtime.engine.build_engine import build
 from runtime.engine.communication import Counter
-from runtime.engine.engine import Engine, StepResult, build
+from runtime.engine.engine import Engine, StepResult
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
 
@@ -46,7 +47,7 @@ SMALL_BUCKET = 4096  # elements: a fifth of the model, so that a step fills seve
 
 
 class Reads:
-    """Names of the fields of DeepSpeed's typed blocks that anybody looks at."""
+    """Names of the fields of DeepSpeed's typed blocks that are read."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -73,7 +74,7 @@ class Reads:
 
 
 def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knobs) -> Recipe:
-    """The tiny recipe with a file of ds_configs/ on a batch of BATCH sequences.
+    """Tiny recipe with a file of ds_configs/ on a batch of BATCH sequences.
 
     The plain engine has no pipeline, so pipeline.json is taken without its pipeline block.
     """
@@ -95,7 +96,7 @@ def recipe_of(corpus: Path, name: str, accumulation: int, precision: str, **knob
 def one_step(
     engine: Engine, stream: Stream, resolved: Resolved, step: int, targets=None, judge=None
 ):
-    """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
+    """Train update number `step`; `targets=0` makes every gradient inf or NaN."""
     me, layout = engine.process, resolved.layout
     data = stream.step(step, me.rank, layout.data, layout.micro_batch)
     batches = [to_device(batch, me.device) for batch in data.micro_batches]
@@ -137,9 +138,10 @@ def run_case(recipe: Recipe, counter: Counter, reads: Reads) -> dict[str, Any]:
 
 
 def gate_facts(engine: Engine, take_step) -> dict[str, Any]:
-    """Steps that are asked about: one sick on the last rank alone, one refused, one let through.
+    """Train three steps with an update gate: not finite on the last rank alone, refused, accepted.
 
-    What each rank was asked, whether its state stayed as it was to the bit, what it counted.
+    Returns what the gate of each rank was asked, whether its state was unchanged to the bit, and
+    what it counted.
     """
     last = dist.get_world_size() - 1
     asked: list[tuple[float, float]] = []
@@ -171,7 +173,7 @@ def gate_facts(engine: Engine, take_step) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def losses_times(factor: float):
-    """Every loss of this rank, and its gradient, times `factor`."""
+    """Multiply every loss of this rank, and its gradient, by `factor`."""
     plain = loss_module.cross_entropy
     for module in (loss_module, sharded_modules):
         module.cross_entropy = lambda *given, **named: plain(*given, **named) * factor

@@ -1,4 +1,4 @@
-"""Stands in for SLURM's srun, as its manual page describes it, with all "hosts" on this machine.
+"""Replaces SLURM's srun, as its manual page describes it, with all "hosts" on this machine.
 
 One task per host with its SLURM_ variables; standard input is copied to every task (--input=all);
 with --kill-on-bad-exit the first task that fails ends the others; the exit status is the highest of

@@ -1,9 +1,9 @@
-"""Makes the loss of chosen data steps sick on chosen ranks, in a clone of the project; for tests.
+"""Changes the losses of chosen data steps on chosen ranks, in a clone of the project; for tests.
 
     FAULTS.json beside pretrain.py: [{"data_steps": [20, 23], "rank": 1, "factor": "nan"}]
 
 The product has no hook for this: `infect` rewrites the clone's own pretrain.py. `rank` null = all
-ranks; `factor` multiplies the loss, and so its gradient.
+ranks; `factor` multiplies the loss and therefore its gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENTRY = 'if __name__ == "__main__":\n'
 
 
 def infect(clone: Path, *faults: dict) -> None:
-    """Give the clone these faults instead of earlier ones; none makes it well."""
+    """Give the clone these faults instead of earlier ones; an empty list removes them."""
     (clone / "FAULTS.json").write_text(json.dumps(faults))
     (clone / "faults.py").write_text(Path(__file__).read_text())
     path = clone / "pretrain.py"
@@ -26,7 +26,7 @@ def infect(clone: Path, *faults: dict) -> None:
 
 
 def install() -> None:
-    """In a rank of the clone: make losses sick where FAULTS.json says."""
+    """Change the losses that FAULTS.json names; called in a rank of the clone."""
     from model import loss
     from parallel import sharded_modules
     from runtime.health import health_monitor

@@ -1,5 +1,5 @@
-"""Trains a tiny model under several ZeRO stages and precisions, saves in the middle, goes on from
-what was saved - here and by earlier launches - and writes what it saw.
+"""Trains a tiny model under several ZeRO stages and precisions, saves in the middle, resumes from
+its own saves and those of earlier launches, and writes the results.
 
     torchrun ... fragments_worker.py out.json folder setup,setup,...
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkpoint import fragments as owned
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
 from runtime.process import process
@@ -39,7 +39,7 @@ SETUPS = FP32 | BF16 | SGD
 
 
 def build(setup: tuple, seed: int):
-    """A DeepSpeed engine over weights of `seed`."""
+    """Build a DeepSpeed engine with weights of `seed`."""
     stage, bf16, accumulation, optimizer = setup
     torch.manual_seed(seed)
     shape = dict(hidden_size=20, intermediate_size=28, num_hidden_layers=1, vocab_size=VOCAB)
@@ -72,7 +72,7 @@ def build(setup: tuple, seed: int):
 
 
 def train(ds, first: int, last: int) -> list[tuple[float, float]]:
-    """Updates first .. last; (loss of the global batch, gradient norm) of each."""
+    """Train updates first to last; returns (loss of the global batch, gradient norm) of each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     share, seen = SEQUENCES // world, []
     for step in range(first, last + 1):
@@ -91,8 +91,8 @@ def train(ds, first: int, last: int) -> list[tuple[float, float]]:
     return seen
 
 
-def bits(ds, comm: Ranks) -> str:
-    """Hash of all that all ranks own, and of the weights that the forward pass uses."""
+def bits(ds, comm: RankComm) -> str:
+    """Hash of the state of all ranks, and of the weights that the forward pass uses."""
     text = hashlib.sha256()
     for fragment in owned.fragments(ds):
         text.update(f"{fragment.name} {fragment.kind} {fragment.start}".encode())
@@ -102,8 +102,8 @@ def bits(ds, comm: Ranks) -> str:
     return " ".join(comm.exchange(text.hexdigest(), "test"))
 
 
-def resume(setup: tuple, run: Path, comm: Ranks):
-    """A new engine, other weights, then what `run` saved; what the next updates gave."""
+def resume(setup: tuple, run: Path, comm: RankComm):
+    """Load the save of `run` into a new engine with other weights; returns the next updates."""
     ds = build(setup, seed=99)
     owned.create_states(ds)
     loaded = load(run, owned.fragments(ds), comm)
@@ -120,11 +120,11 @@ def worst(expected, got) -> float:
 
 
 def main(out: Path, root: Path, setups: list[str]) -> None:
-    """Everything, in one launch."""
+    """Run all setups in one launch."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    comm, world = Ranks(), dist.get_world_size()
+    comm, world = RankComm(), dist.get_world_size()
     classes, same, cross, states, curves = {}, {}, {}, {}, {}
     parameters, counts = {}, {}
     for name in setups:

@@ -1,9 +1,9 @@
-"""A rank without torch that beats and then hangs: `hang_worker.py PHASE HOW [OTHERS]`, on rank 1.
+"""A rank without torch that sends heartbeats and then hangs: `hang_worker.py PHASE HOW [OTHERS]`.
 
-HOW: stop (SIGSTOP), spin (`while True`), read (a pipe nobody writes to), lock (a lock nobody gives
-back), gil (in C, with the interpreter's lock held), freeze (the agent stands still too), never = it
-goes on and ends. The other ranks wait, in phase OTHERS, in a function of a file that looks like a
-collective's.
+Rank 1 hangs in PHASE. HOW: stop (SIGSTOP), spin (`while True`), read (a pipe that nobody writes
+to), lock (a lock that is never released), gil (in C code that holds the interpreter's lock), freeze
+(its agent is stopped too), never (it continues and ends). The other ranks wait in phase OTHERS in a
+function whose file looks like that of a collective.
 """
 
 from __future__ import annotations

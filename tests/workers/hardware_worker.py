@@ -14,7 +14,7 @@ import time
 import pretrain
 from model.decoder import Decoder
 from runtime.engine.engine import Engine
-from runtime.monitor.hardware import Hardware
+from runtime.monitor.hardware import HardwareWatch
 from runtime.process import process
 
 WORK_S = 0.3
@@ -28,7 +28,7 @@ def main() -> int:
         from runtime.engine.pipeline_engine import PipelineEngine
 
         model, engine = Stage, PipelineEngine
-    forward, train_step, watched = model.forward, engine.train_step, Hardware.step
+    forward, train_step, watched = model.forward, engine.train_step, HardwareWatch.step
     state = {"micro_batches": 1, "sleep_s": 0.0, "slept_s": 0.0}
 
     def step(self, step, span):
@@ -47,7 +47,7 @@ def main() -> int:
             time.sleep((WORK_S + state["sleep_s"]) / state["micro_batches"])
         return forward(self, *arguments, **keywords)
 
-    Hardware.step, engine.train_step, model.forward = step, stepped, slowed
+    HardwareWatch.step, engine.train_step, model.forward = step, stepped, slowed
     return pretrain.main(sys.argv[4:])
 
 

@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_indexed.py."""
+"""Writes Megatron's .bin and .idx files byte by byte, for tests."""
 
 from __future__ import annotations
 

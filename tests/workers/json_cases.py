@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_merge.py."""
+"""Composes the DeepSpeed JSON of the tiny recipe with overrides, for tests."""
 
 from __future__ import annotations
 

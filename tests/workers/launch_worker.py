@@ -1,10 +1,10 @@
-"""A rank without torch: writes what it was given to FOLDER/<rank>.json, then does what it is told.
+"""A rank without torch: writes its arguments and variables to FOLDER/<rank>.json, then does ACTION.
 
     launch_worker.py FOLDER ACTION [argument ...]
 
-ACTION: `end`, or words joined by `+`: `3@1` = rank 1 ends with 3, `kill@0` = rank 0 is killed,
-`say@1` = rank 1 prints a traceback first, `wait` = for a long time, `deaf` = also after SIGTERM,
-`make=FILE` = with its folder, `child` = start a process that lives on.
+ACTION: `end`, or parts joined by `+`: `3@1` = rank 1 ends with status 3, `kill@0` = rank 0 is
+killed, `say@1` = rank 1 prints a traceback first, `wait` = waits for a long time, `deaf` = ignores
+SIGTERM, `make=FILE` = makes a file and its folder, `child` = starts a process that outlives it.
 """
 
 from __future__ import annotations

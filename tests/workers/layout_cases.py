@@ -1,6 +1,6 @@
-"""The layouts that must train alike: all of them for `make matrix`, a pairwise cover for the suite.
+"""Lists the layouts that must train alike: all for `make matrix`, a pairwise cover for the suite.
 
-A case is written as its name, `t2 p1 c1 d2 z3 a4 sequence tied full fp32`; no torch here.
+The name of a case is its text, `t2 p1 c1 d2 z3 a4 sequence tied full fp32`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 
 MOST_RANKS = 8
-# Largest relative distance of a bf16 loss from the fp32 loop: a loss is a mean of sums over words
+# Largest relative difference of a bf16 loss from the fp32 loop: a loss is a mean over tokens
 # whose logits carry 8 bits; measured over the cover: 6e-5 at most.
 BF16_BOUND = 5e-4
 
@@ -43,14 +43,14 @@ class Case:
 
     @property
     def is_legal(self) -> bool:
-        """Whether the matrix has it: a knob without effect is not a case of its own."""
+        """True where the matrix has the case; a knob without effect makes no new case."""
         if self.pipeline > 1 and (self.stage > 1 or self.context > 1):
             return False
         return self.world <= MOST_RANKS and (self.sequence or self.tensor > 1)
 
 
 def parse(name: str) -> Case:
-    """The case of a name."""
+    """Read a case from its name."""
     *sizes, sequence, tied, recompute, precision = name.split()
     numbers = [int(word[1:]) for word in sizes]
     return Case(*numbers, sequence == "sequence", tied == "tied", recompute, precision)
@@ -79,15 +79,15 @@ def every() -> Iterator[Case]:
 
 
 def pairs(case: Case) -> set[tuple]:
-    """Every two values that meet in a case."""
+    """All pairs of values of a case."""
     values = [(field.name, getattr(case, field.name)) for field in fields(case)]
     return set(itertools.combinations(values, 2))
 
 
 def cover(cases: Iterable[Case]) -> list[Case]:
-    """A small part of `cases` in which any two values meet that meet in one of them.
+    """Choose a small part of `cases` that has every pair of values of all cases.
 
-    Greedy: each time the case with most pairs that are still open, the first of equals.
+    Greedy: takes the case with the most missing pairs each time, the first one of equals.
     """
     cases = list(cases)
     open_pairs = set().union(*map(pairs, cases))

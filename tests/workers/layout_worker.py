@@ -3,8 +3,8 @@ benchmarks/matrix.py.
 
     torchrun layout_worker.py OUT.json CORPUS "NAME;NAME;..."         names as in layout_cases.py
 
-Per case: losses, norms, batch hashes, the held-out loss, the norm of a clipped SGD update, and what
-replicas differ by, and bytes held.
+For each case: losses, norms, batch hashes, the held-out loss, the norm of a clipped SGD update, the
+replicas that differ, and the bytes held.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kept import Kept
+from autograd_bytes import AutogradBytes
 from layout_cases import Case, parse
 from parity_worker import BATCH, SEQ_LEN, STEPS, full_weights, start_once, tiny_recipe, train
 
-from checkpoint.comm import Ranks
+from checkpoint.comm import RankComm
 from checkpoint.save.replicas import differing, summary
 from commands import show
 from commands.dryrun import activations
@@ -30,11 +30,12 @@ from data.stream.schedule import schedule_of
 from data.stream.stream import Stream, open_stream
 from recipes.schema import Optim, Parallel, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.process import process
 from runtime.resolve import resolve
 
-RANKS = functools.cache(Ranks)  # one group for all cases
+RANKS = functools.cache(RankComm)  # one group for all cases
 EVAL_TOKENS = 16 * SEQ_LEN
 WORDS = 65  # one more than the corpus uses: no even number of ranks divides it
 LAYERS = 4  # as many as the most pipeline stages
@@ -42,7 +43,7 @@ WARMUP = ((0, SEQ_LEN // 4), (3, SEQ_LEN // 2), (6, SEQ_LEN))
 
 
 def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
-    """The recipe of a case."""
+    """Recipe of a case."""
     axes = Parallel(
         tensor=case.tensor, pipeline=case.pipeline, context=case.context, sequence=case.sequence
     )
@@ -70,7 +71,7 @@ def recipe_of(case: Case, corpus: Path, **knobs: Any) -> Recipe:
 
 
 def engine_of(recipe: Recipe) -> tuple[Engine, Stream, Any]:
-    """An engine in this launch's process group, its stream and what was resolved."""
+    """Build an engine in this launch's process group; returns it with its stream and Resolved."""
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, process.launched_world(), schedule)
     me = start_once(recipe)
@@ -94,10 +95,11 @@ def run_case(case: Case, corpus: Path) -> dict:
 
 
 def memory(engine: Engine, stream: Stream, recipe: Recipe, resolved: Any) -> list[dict]:
-    """Bytes of each rank, counted in one more step: what autograd keeps, master weights and
-    moments; and what the dry run and `make show` say of them.
+    """Bytes of each rank, counted in one more step: kept by autograd, master weights and moments.
+
+    Also returns the bytes that the dry run and `make show` predict.
     """
-    with Kept(engine.model, recipe.seq_len) as kept:
+    with AutogradBytes(engine.model, recipe.seq_len) as kept:
         train(engine, stream, recipe, resolved, STEPS, first=STEPS)
     states = {}
     for master, moments in engine.ds.optimizer.optimizer.state.items():
@@ -117,7 +119,7 @@ def memory(engine: Engine, stream: Stream, recipe: Recipe, resolved: Any) -> lis
 
 
 def own_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """Weights that this rank alone vouches for: shards, and replicas of the first tensor rank."""
+    """Weights that this rank saves: shards, and replicas on the first tensor rank."""
     place, named = engine.mesh.place, dict(engine.model.named_parameters())
     if place.data or place.context:
         full_weights(engine)  # a collective under ZeRO-3
@@ -131,7 +133,7 @@ def own_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def sgd_update_norm(recipe: Recipe) -> float:
-    """Norm of the change of the full model's weights in one SGD step at rate 1 with clip 0.1."""
+    """Norm of the full model's change in one SGD step with rate 1 and clip 0.1."""
     optim = Optim(name="sgd", lr=1.0, clip=0.1, weight_decay=0.0, schedule="constant")
     recipe = dataclasses.replace(recipe, optim=optim, warmup=0)
     engine, stream, resolved = engine_of(recipe)
@@ -145,7 +147,7 @@ def sgd_update_norm(recipe: Recipe) -> float:
 
 
 def replicas_differ(engine: Engine) -> list[str]:
-    """Names of replicated weights that are not bit-equal over the tensor group."""
+    """Names of replicated weights that differ in a bit within the tensor group."""
     axis = engine.mesh.tensor
     if axis.size == 1:
         return []

@@ -1,23 +1,12 @@
-"""Helpers of several test files, at first of test_choosing.py."""
+"""Checkpoints whose manifests were changed, for tests of what is found before a load."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-from saves import save_on_all
-
 from checkpoint.format import manifest as manifests
 
 WORLD = 2
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run with checkpoints of steps 90, 100 and 1000."""
-    for step in (90, 100, 1000):
-        assert save_on_all(tmp_path, step, world=WORLD)[0].ok
-    return tmp_path
 
 
 def folder(run, step):
@@ -25,7 +14,7 @@ def folder(run, step):
 
 
 def rewritten(run, change):
-    """The newest checkpoint with a manifest changed by someone who also fixes its checksum."""
+    """Change the manifest of the newest checkpoint and correct its checksum."""
     path = folder(run, 1000) / "MANIFEST.json"
     body = json.loads(path.read_text())
     del body["checksum"]

@@ -1,10 +1,10 @@
-"""Helpers of several test files, at first of test_metrics.py."""
+"""Writes metrics lines with plausible numbers, for tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.log.metrics import MetricsWriter
+from runtime.log.metrics import MetricsWriter, StepNumbers
 from runtime.monitor.clock import StepTimes
 
 
@@ -14,7 +14,7 @@ def make_writer(folder: Path, **options) -> MetricsWriter:
 
 
 def write_step(writer: MetricsWriter, step: int, **changes) -> dict:
-    """One line with plausible numbers; 100 tokens a step in 0.5 s."""
+    """Write one line with plausible numbers: 100 tokens in 0.5 s."""
     fields = dict(
         loss=5.0 / step,
         grad_norm=1.0,
@@ -25,4 +25,4 @@ def write_step(writer: MetricsWriter, step: int, **changes) -> dict:
         times=StepTimes(step_s=0.5, is_first=step == 1),
         accumulation=1,
     )
-    return writer.step(step, **(fields | changes))
+    return writer.step(StepNumbers(step, **(fields | changes)))

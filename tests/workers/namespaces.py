@@ -1,10 +1,10 @@
-"""Hosts for tests: network namespaces on a bridge, each with a name and an ssh server of its own.
+"""Makes hosts for tests: network namespaces on a bridge, each with its own name and ssh server.
 
     host 1 --+
     host 2 --+-- bridge (10.77.0.0/24)       shared: files, processes; own: network, name
     host 3 --+
 
-Needs root, `ip` and the right to make namespaces; `why_not()` says what lacks.
+Needs root, `ip` and the right to make namespaces; `why_not()` names what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
 
 @functools.cache
 def why_not() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Reason why no hosts can be made on this machine; None where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "unshare", "mount"):
@@ -51,14 +51,14 @@ def why_not() -> str | None:
 
 
 def why_no_ssh() -> str | None:
-    """Why no real ssh connection can be made here."""
+    """Reason why no ssh connection can be made on this machine; None where it can."""
     if not Path(SSHD).exists() or not shutil.which("ssh"):
         return "no sshd or ssh on this machine (Debian: openssh-server, openssh-client)"
     return None
 
 
 class Hosts:
-    """`count` hosts node1, node2, ... at 10.77.<net>.1, ..."""
+    """Hosts node1, node2, ... at 10.77.<net>.1, ..."""
 
     def __init__(self, folder: Path, count: int, net: int):
         self.folder, self.count, self.net = folder, count, net
@@ -94,7 +94,7 @@ class Hosts:
             ip("-n", space, "link", "set", "lo", "up")
 
     def command(self, number: int, *words: str, prepare: str = "") -> list[str]:
-        """The command that runs `words` on host `number`; `prepare` is shell run there first."""
+        """Command that runs `words` on host `number`, after the shell line `prepare`."""
         enter = f'hostname node{number}; {prepare or ":"}; exec "$@"'
         space = self._spaces[number - 1]
         return [
@@ -136,7 +136,7 @@ class Hosts:
         return keys / "config"
 
     def slow_down(self, number: int, mib_per_s: float) -> None:
-        """Replace the cable of a host by a program that passes on so much and no more."""
+        """Replace the cable of a host by a program that limits its speed."""
         space = self._spaces[number - 1]
         inner, tap = f"pt{self.net}s{number}", f"pt{self.net}t{number}"
         outer, inside = tap_device(tap), tap_device(inner)
@@ -148,23 +148,25 @@ class Hosts:
         self._cables.append(SlowCable(outer, inside, mib_per_s))
 
     def start_server(self, number: int) -> None:
-        """Start the ssh server of a host, of which nothing is left."""
+        """Start the ssh server of a host again after power_off."""
         with open(self.folder / f"ssh{self.net}" / f"node{number}.log", "ab") as log:
             self._daemons[number] = subprocess.Popen(self._servers[number], stderr=log, stdout=log)
 
     def processes(self, number: int) -> list[int]:
-        """Everything that runs on a host."""
+        """Process ids of a host."""
         command = ["ip", "netns", "pids", self._spaces[number - 1]]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         return [int(pid) for pid in found.stdout.split()]
 
     def cable(self, number: int, is_in: bool) -> None:
-        """Pull the cable of a host, or put it back."""
+        """Pull the cable of a host or put it back."""
         ip("link", "set", f"pt{self.net}o{number}", "up" if is_in else "down")
 
     def lose_way(self, number: int, to: Collection[int]) -> None:
-        """From now on what host `number` sends to the others of `to` vanishes without a word: it
-        goes to a card that nobody has. What they send still arrives."""
+        """Drop in silence all that host `number` sends to the hosts of `to` from now on.
+
+        The packets go to a hardware address that no card has. What those hosts send still arrives.
+        """
         for other in set(to) - {number}:
             ip(
                 "-n", self._spaces[number - 1], "neigh", "replace", self.address(other), "lladdr",
@@ -172,7 +174,7 @@ class Hosts:
             )  # fmt: skip
 
     def power_off(self, number: int) -> None:
-        """Everything on a host is gone at once, and its cable is dead: nothing says goodbye."""
+        """Kill all processes of a host at once and pull its cable, without any last message."""
         self.cable(number, is_in=False)
         for pid in self.processes(number):
             with contextlib.suppress(ProcessLookupError):
@@ -181,7 +183,7 @@ class Hosts:
             daemon.wait(timeout=10)
 
     def heal(self) -> None:
-        """Everything works again, and nothing is left of what ran on the hosts."""
+        """Put all cables back and end all processes of the hosts."""
         for number, space in enumerate(self._spaces, start=1):
             self.cable(number, is_in=True)
             ip("-n", space, "neigh", "flush", "all", "nud", "permanent")
@@ -217,7 +219,7 @@ class Hosts:
                 raise AssertionError(f"no ssh server on {name}")
 
     def remove(self) -> None:
-        """Take everything down."""
+        """Remove all namespaces and the bridge."""
         self.stop_ssh()
         for cable in self._cables:
             cable.close()
@@ -232,19 +234,19 @@ class Hosts:
 
 
 def why_no_taps() -> str | None:
-    """Why no slow cable can be made here."""
+    """Reason why no slow cable can be made on this machine; None where it can."""
     return None if os.access("/dev/net/tun", os.W_OK) else "no /dev/net/tun on this machine"
 
 
 def tap_device(name: str) -> int:
-    """A network interface whose other end is the returned file: one frame a read or write."""
+    """Make a network interface whose other end is the returned file: one frame a read or write."""
     file = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
     return file
 
 
 class SlowCable:
-    """Passes frames between two taps, no faster than so much, until it is closed.
+    """Passes frames between two taps at a limited speed until it is closed.
 
     Its threads end before the files are closed: one left behind would read and write whatever gets
     the same numbers next, such as the output of another test's process.
@@ -290,7 +292,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def hosts(folder: Path, count: int, net: int) -> Iterator[Hosts]:
-    """Hosts for the time of a test."""
+    """Make hosts for the time of a test."""
     made = Hosts(folder, count, net)
     try:
         made.make()
@@ -300,7 +302,7 @@ def hosts(folder: Path, count: int, net: int) -> Iterator[Hosts]:
 
 
 def processes_in(folder: Path) -> list[tuple[int, str]]:
-    """Process id and command of everything that works in `folder`."""
+    """Process id and command of every process whose working folder is `folder`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -2,8 +2,8 @@
 
     torchrun parity_worker.py OUT.json CORPUS PRECISION
 
-Writes, per case: losses, norms, batch hashes, the optimizer class, hashes of the initial weights,
-the bytes of state that were allocated, and the norm of one clipped SGD update.
+Writes for each case: losses, norms, batch hashes, the optimizer class, hashes of the initial
+weights, the bytes of allocated state, and the norm of one clipped SGD update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from data.stream.stream import Stream, open_stream
 from parallel.layout import Coordinates
 from recipes.schema import Data, Model, Optim, Recipe, Source
 from runtime.engine.batches import gather_hashes, to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
@@ -49,7 +50,7 @@ VARIANTS = (
 
 
 def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, **knobs) -> Recipe:
-    """Two layers, hidden 32, on a corpus of short documents, so that masks differ between ranks."""
+    """Recipe of two layers on short documents, so that masks differ between ranks."""
     model = Model(
         vocab_size=64,
         hidden_size=32,
@@ -79,7 +80,7 @@ def tiny_recipe(corpus: Path, *, stage: int, micro_batch: int, precision: str, *
 def train(
     engine: Engine, stream: Stream, recipe: Recipe, resolved: Resolved, steps: int, first: int = 1
 ) -> dict:
-    """Updates `first` to `steps`; losses, norms and batch hashes of each."""
+    """Train updates `first` to `steps`; returns losses, norms and batch hashes."""
     layout, me = resolved.layout, engine.process
     data_rank = layout.coordinates(me.rank).data
     seen: dict[str, list] = {"loss": [], "norm": [], "hash": []}
@@ -140,7 +141,7 @@ def main(out: Path, corpus: Path, precision: str) -> None:
 
 
 def run_case(recipe: Recipe, world: int) -> dict:
-    """Train, then one SGD step with rate 1 whose update must have the clip's norm."""
+    """Train one case, then one SGD step with rate 1 whose update has the norm of the clip."""
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
     me = start_once(recipe)
@@ -156,7 +157,7 @@ def run_case(recipe: Recipe, world: int) -> dict:
 
 
 def sgd_update_norm(recipe: Recipe, world: int, stream: Stream) -> float:
-    """Norm of the weights' change in one SGD step at rate 1 with clip 0.1."""
+    """Norm of the change of the weights in one SGD step with rate 1 and clip 0.1."""
     import dataclasses
 
     optim = Optim(name="sgd", lr=1.0, clip=0.1, weight_decay=0.0, schedule="constant")
@@ -173,7 +174,7 @@ _STARTED: list[process.Process] = []
 
 
 def start_once(recipe: Recipe) -> process.Process:
-    """The process group of this launch; several engines live in it one after the other."""
+    """Join the process group of this launch; its engines are built one after the other."""
     if not _STARTED:
         _STARTED.append(process.start(recipe.cluster))
     return _STARTED[0]

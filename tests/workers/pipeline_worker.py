@@ -2,8 +2,8 @@
 
     torchrun pipeline_worker.py OUT.json CORPUS
 
-Writes what rank 0 saw of each case, then one rank raises in the middle of a step: the launch must
-end all the same.
+Writes the results of rank 0 for each case. Then one rank raises in the middle of a step, and the
+launch must still end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from data.stream.stream import Stream, open_stream
 from parallel.communication_volume import pipeline_bytes
 from recipes.schema import Parallel, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
@@ -54,7 +55,7 @@ SLEEP_S = 0.1
 
 
 def recipe_of(name: str, corpus: Path) -> Recipe:
-    """The recipe of a case."""
+    """Recipe of a case."""
     blocks, tied, axes, knobs = CASES[name]
     values = {"precision": "fp32", "batch_tokens": 8 * SEQ_LEN, "steps": STEPS} | knobs
     recipe = tiny_recipe(corpus, stage=1, parallel=Parallel(**axes), **values)
@@ -84,7 +85,7 @@ class Run:
         return data, [to_device(batch, self.me.device) for batch in data.micro_batches]
 
     def step(self, step: int, targets: int | None = None, judge=None):
-        """Update number `step`; `targets=0` poisons it: every gradient becomes inf or NaN."""
+        """Train update number `step`; `targets=0` makes every gradient inf or NaN."""
         resolved = self.resolved
         rate = learning_rate(step, self.recipe.optim, resolved.warmup_steps, resolved.total_steps)
         self.engine.set_lr(rate)
@@ -93,7 +94,7 @@ class Run:
         return self.engine.train_step(micro_batches, count, data.num_tokens, may_update=judge)
 
     def evaluate(self) -> float:
-        """Held-out loss, in micro-batches of another size and number than those of training."""
+        """Held-out loss, in micro-batches of another size and number than in training."""
         rows = 3 if self.resolved.layout.data == 1 else 2
         batches = self.stream.evaluation(
             self.data_rank, self.resolved.layout.data, rows, EVAL_TOKENS
@@ -102,14 +103,14 @@ class Run:
 
 
 def everyone(value: Any) -> list[Any]:
-    """The value of every rank."""
+    """Gather the values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def run_case(recipe: Recipe, sent: list[int]) -> dict[str, Any]:
-    """Train, evaluate in the middle, poison one step; what the ranks saw."""
+    """Train, evaluate in the middle, poison one step; returns the results of the ranks."""
     run = Run(recipe)
     stage, layout = run.engine.model, run.resolved.layout
     names = {
@@ -143,7 +144,7 @@ def run_case(recipe: Recipe, sent: list[int]) -> dict[str, Any]:
 
 
 class Sleep(torch.autograd.Function):
-    """A block that takes SLEEP_S forward and twice as long backward."""
+    """A block that sleeps SLEEP_S in forward and twice as long in backward."""
 
     @staticmethod
     def forward(ctx, hidden):
@@ -157,7 +158,7 @@ class Sleep(torch.autograd.Function):
 
 
 def bubble(recipe: Recipe) -> dict[str, float]:
-    """Share of a step in which a stage whose blocks sleep has nothing to do."""
+    """Share of a step in which a stage with such blocks is idle."""
     run = Run(recipe)
     for block in run.engine.model.blocks:
         block.forward = lambda hidden, attend: Sleep.apply(hidden) + 0 * attend.cos.sum()
@@ -177,7 +178,7 @@ def bubble(recipe: Recipe) -> dict[str, float]:
 
 
 def refusals(corpus: Path) -> dict[str, Any]:
-    """What must end in one message on every rank, and not in a wait."""
+    """Settings that must end in one message on every rank instead of a wait."""
     from runtime.engine.pipeline_engine import refuse_unequal_groups
 
     run = Run(recipe_of("4 stages, one micro-batch", corpus))
@@ -199,7 +200,7 @@ def _message(action) -> str:
 
 
 def count_sends(sent: list[int]) -> None:
-    """Append the bytes of every tensor that is sent to one rank."""
+    """Append the bytes of every tensor that is sent from rank to rank."""
     send = dist.send
 
     def counted(tensor, *arguments, **keywords):

@@ -1,7 +1,8 @@
-"""What a run must look like whatever its layout: one process, the whole decoder, torch's AdamW and
-clip_grad_norm_, no DeepSpeed. That the decoder itself is right is tested against Transformers
-elsewhere. Only for small models: on a CPU torch takes the norm of a weight in fp32 (measured with
-2.13: 160,000 gradients, off by 6e-5), DeepSpeed in fp64.
+"""Trains a recipe in one process: full decoder, torch's AdamW and clip_grad_norm_, no DeepSpeed.
+
+The reference for all layouts. The decoder itself is compared with Transformers elsewhere. Only for
+small models: on a CPU torch computes the norm of a weight in fp32 (measured with torch 2.13:
+160,000 gradients, error 6e-5), DeepSpeed in fp64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROWS = 4  # sequences per pass
 
 
 def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
-    """Losses and norms of `steps` updates, and the held-out loss after the last."""
+    """Losses and norms of `steps` updates, and the held-out loss after the last one."""
     schedule = schedule_of(recipe)
     stream = open_stream(
         recipe.data, recipe.seed, recipe.seq_len, schedule, Path("/"), recipe.model.vocab_size
@@ -58,5 +59,5 @@ def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
 
 
 def relative(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference."""
+    """Largest relative difference of two sequences."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))

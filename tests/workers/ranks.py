@@ -1,7 +1,7 @@
 """Starts a script on several gloo ranks under a time limit, for tests.
 
-One launch pays about ten seconds of imports on two cores, so each script checks several things and
-writes what it saw as JSON.
+A launch needs about ten seconds of imports on two cores, so each script checks several things and
+writes its results as JSON.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PATIENCE = float(os.environ.get("PATIENCE", "1"))
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The test process's environment with one thread per rank, CPU, and the project importable.
+    """Environment of this process with one thread per rank, CPU, and the project on the path.
 
-    Without what an outer launcher or an outer make (`make test`) would tell the inner one.
+    Variables of an outer launcher or an outer make (`make test`) are left out.
     """
     kept = {
         name: value
@@ -42,7 +42,7 @@ def environment(**extra: str) -> dict[str, str]:
 def run_command(
     command: list[str], timeout_s: float, cwd: Path = ROOT, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` in a session of its own; past `timeout_s` kill all of it and fail."""
+    """Run `command` in a new session; past `timeout_s` kill all its processes and fail."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

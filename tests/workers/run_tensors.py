@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_resume.py."""
+"""Reads all tensors of a checkpoint, for tests that compare runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from checkpoint.comm import Alone
 from checkpoint.load.choosing import at_step
-from checkpoint.load.restoring import open_source
+from checkpoint.load.restoring import open_checkpoint
 
 
 def tensors_of(run: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
-    source = open_source(at_step(run, step, Alone()))
+    """Read all full tensors of a checkpoint."""
+    source = open_checkpoint(at_step(run, step, Alone()))
     from checkpoint.format.index import Fragment
     from checkpoint.format.rectangles import Box
 

@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_devices.py."""
+"""Environment of the fake NVML library in fake_nvml/, for tests of GPU monitoring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEALTHY = {
 
 
 def script(folder: Path, *changes: dict) -> dict[str, str]:
-    """The environment in which NVML shows one healthy card per mapping, with its changes."""
+    """Environment in which NVML shows one GPU for each mapping: healthy, with the given changes."""
     path = folder / "cards.json"
     path.write_text(json.dumps({"gpus": [HEALTHY | change for change in changes]}))
     return {"FAKE_NVML": str(path), "PYTHONPATH": f"{FAKE}{os.pathsep}{ROOT}"}

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of training, healthy and sick, as recorded runs show them; for tests.
+"""Makes losses and gradient norms like those of recorded runs, healthy and sick, for tests.
 
 Each is a list of (loss, grad_norm), a function of its seed alone.
 """
@@ -12,8 +12,10 @@ Sequence = list[tuple[float, float]]
 
 
 def healthy(steps: int, seed: int, warmup: int = 500, noise: float = 0.03) -> Sequence:
-    """A power law of losses with the batch's own noise and a slow one; norms that are lognormal,
-    fall from a warm-up, creep upward while the rate decays, and jump to 2 to 4 times now and then.
+    """A healthy run.
+
+    Losses follow a power law with fast and slow noise. Norms are lognormal, fall after the warm-up,
+    rise slowly while the learning rate decays, and sometimes jump to 2 to 4 times.
     """
     draw = random.Random(seed)
     slow, found = 0.0, []
@@ -30,7 +32,7 @@ def healthy(steps: int, seed: int, warmup: int = 500, noise: float = 0.03) -> Se
 
 
 def mixed(steps: int, seed: int, share: float) -> Sequence:
-    """Healthy, but a `share` of the batches is of another kind: 1.2 nats up, norms 1.5 times."""
+    """A healthy run in which a `share` of the batches has 1.2 nats more loss, 1.5 x the norm."""
     draw = random.Random(-seed)
     return [
         (loss + 1.2, norm * 1.5) if draw.random() < share else (loss, norm)
@@ -39,7 +41,7 @@ def mixed(steps: int, seed: int, share: float) -> Sequence:
 
 
 def flat(steps: int, seed: int, loss: float = 2.2, norm: float = 0.24) -> Sequence:
-    """A late phase: nothing moves but noise."""
+    """A late phase of a run: constant with noise."""
     draw = random.Random(seed)
     return [
         (loss + 0.03 * draw.gauss(0, 1), norm * math.exp(0.12 * draw.gauss(0, 1)))
@@ -48,14 +50,14 @@ def flat(steps: int, seed: int, loss: float = 2.2, norm: float = 0.24) -> Sequen
 
 
 def bloom_spike(seed: int) -> Sequence:
-    """BLOOM's shape: norm 0.24 -> 960 within 5 steps, loss 2.2 -> 5.1, back in about 30 steps."""
+    """A spike like BLOOM's: norm 0.24 to 960 in 5 steps, loss 2.2 to 5.1, back after 30 steps."""
     rise = [(2.2 + 2.9 * (k / 5) ** 2, 0.24 * (960 / 0.24) ** (k / 5)) for k in range(1, 6)]
     fall = [(5.1 - 2.9 * k / 25, 960 * (0.24 / 960) ** (k / 25)) for k in range(1, 26)]
     return flat(400, seed) + rise + fall + flat(200, seed + 1)
 
 
 def opt_decline(seed: int) -> Sequence:
-    """OPT's shape: no spike, the loss climbs by a nat within some hundred steps and stays up."""
+    """A decline like OPT's: no spike, the loss rises by 1 nat in some hundred steps and stays."""
     climb = [
         (loss + 0.9 * k / 500, norm * (1 + 2 * k / 500))
         for k, (loss, norm) in enumerate(flat(500, seed + 1))
@@ -64,7 +66,7 @@ def opt_decline(seed: int) -> Sequence:
 
 
 def slow_drift(seed: int, rise: float, steps: int = 3000) -> Sequence:
-    """The loss rises by `rise` nats on the whole, the norm to five times."""
+    """A slow drift: the loss rises by `rise` nats in total, the norm to five times."""
     return [
         (loss + rise * k / steps, norm * (1 + 4 * k / steps))
         for k, (loss, norm) in enumerate(flat(steps, seed))

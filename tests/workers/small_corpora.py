@@ -1,6 +1,4 @@
-"""Small corpora for tests: documents given as ids, written by the real writer; and ways to damage
-them.
-"""
+"""Writes small corpora of given token ids with the product's own writer, and damages them."""
 
 from pathlib import Path
 
@@ -16,9 +14,7 @@ EOD = 0
 
 
 def write_corpus(folder: Path, train, valid=(), *, vocab_size=1000, shard_bytes=1 << 20, **fields):
-    """A corpus of the given documents (ids without the end id, which is appended); returns the
-    manifest.
-    """
+    """Write a corpus of the given documents (ids without the end id); returns the manifest."""
     writer = CorpusWriter(folder, vocab_size, EOD, shard_bytes)
     for split, documents in (("train", train), ("valid", valid)):
         for ids in documents:
@@ -29,18 +25,18 @@ def write_corpus(folder: Path, train, valid=(), *, vocab_size=1000, shard_bytes=
 
 
 def random_documents(num: int, low: int, high: int, seed: int = 0, vocab_size: int = 1000):
-    """`num` documents of `low` to `high` tokens, ids from 1."""
+    """Make `num` documents of `low` to `high` tokens, ids from 1."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1, vocab_size, rng.integers(low, high + 1)) for _ in range(num)]
 
 
 def counting_document(num_tokens: int, first: int = 1):
-    """Ids that count up, so that a token says where it was."""
+    """Document whose ids count up, so that an id shows its position."""
     return np.arange(first, first + num_tokens)
 
 
 def rewrite_manifest(folder: Path, manifest: dict, **changes) -> dict:
-    """Publish a changed manifest with a matching id, as a careless tool would."""
+    """Write a changed manifest with a matching id, as a careless tool could."""
     return write_manifest(folder, {**manifest, **changes})
 
 
@@ -55,8 +51,9 @@ def stream_of(
     warmup=(),
     **data_fields,
 ) -> Stream:
-    """A stream over corpora below `root`; sources: name -> Source, or the weight of the folder of
-    that name.
+    """Open a stream over corpora below `root`.
+
+    `sources` maps a name to a Source, or to the weight of the folder of that name.
     """
     made = {
         uid: value if isinstance(value, Source) else Source(corpus=uid, weight=value)

@@ -1,4 +1,4 @@
-"""The source files of the repository, their imports, and the commands of the Makefile."""
+"""Finds the source files of the repository, their imports, and the commands of the Makefile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Full names of everything a file imports, wherever in it."""
+    """Full names of all imports of a file, at any place in it."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -40,7 +40,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 @functools.cache
 def commands_of_make() -> dict[str, str]:
-    """Command of the Makefile -> module it runs, where it runs one of ours."""
+    """Map each command of the Makefile to the module of ours that it runs."""
     found = {}
     for command, recipe in re.findall(
         r"^([a-z-]+):.*?## .*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE

@@ -1,4 +1,4 @@
-"""Run by test_state_bytes on some ranks: builds each engine for real and counts its tensors.
+"""Builds engines on some ranks and counts the bytes of their tensors; run by test_state_bytes.py.
 
 Writes [{case, class, measured, computed, bucket}] in bytes per parameter. Every storage that holds
 a tensor after a backward pass, and did not exist before the model, is counted once.
@@ -26,7 +26,7 @@ BUCKET = 1000  # elements: small beside the model, so that buckets do not hide a
 
 
 def live(parameters) -> dict[int, int]:
-    """Address -> bytes of each storage since the freeze; gc does not see what parameters hold."""
+    """Map the address of each storage since the freeze to its bytes; gc does not see parameters."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
     for parameter in parameters:
@@ -68,7 +68,7 @@ def configured(zero, precision: str, accumulation: int, extra: list[str]) -> Eng
 
 
 def measure(deepspeed, zero, precision: str, accumulation: int, extra: list[str]) -> dict:
-    """Build, take two steps, and count what is held after the passes of the second."""
+    """Build an engine, train two steps and count the bytes held after the passes of the second."""
     config = configured(zero, precision, accumulation, extra)
     gc.collect()
     gc.freeze()  # what exists is neither looked through again nor counted

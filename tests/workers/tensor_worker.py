@@ -1,8 +1,9 @@
-"""What two tensor ranks say and hold, and what a cut model computes; run by test_tensor.py.
+"""Measures communication and memory of two tensor ranks, and compares with the full model.
 
     torchrun tensor_worker.py OUT.json CORPUS
 
-At the end one rank raises in the middle of a step: the launch must end all the same.
+Run by test_tensor.py. At the end one rank raises in the middle of a step, and the launch must still
+end.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ LONG = 100
 
 
 class Order(TorchDispatchMode):
-    """Names of operators in the order in which they run."""
+    """Records the names of operators in the order in which they run."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +76,7 @@ class Order(TorchDispatchMode):
 
 
 def one_step(engine: Engine, stream: Stream, resolved: Resolved, step: int):
-    """Update number `step`."""
+    """Train update number `step`."""
     layout, me = resolved.layout, engine.process
     data = stream.step(step, engine.mesh.place.data, layout.data, layout.micro_batch)
     batches = [to_device(batch, me.device) for batch in data.micro_batches]
@@ -84,7 +85,7 @@ def one_step(engine: Engine, stream: Stream, resolved: Resolved, step: int):
 
 
 def counts(case: Case, corpus: Path, counter: Counter) -> dict:
-    """Bytes that one step says, and those of the formulas; parameters held, and those foretold."""
+    """Bytes that one step sends and parameters that are held, beside those of the formulas."""
     recipe = recipe_of(case, corpus)
     engine, stream, resolved = engine_of(recipe)
     is_initial = has_initial_weights(engine, recipe)
@@ -108,7 +109,7 @@ def counts(case: Case, corpus: Path, counter: Counter) -> dict:
 
 
 def has_initial_weights(engine: Engine, recipe: Recipe) -> bool:
-    """Whether every weight is its part of the one that (seed, name) gives, to the bit."""
+    """True where every weight is its shard of the full initial weight, to the bit."""
     named, config = dict(engine.model.named_parameters()), decoder_config(recipe)
     dtype = next(iter(named.values())).dtype
     return all(
@@ -125,20 +126,20 @@ def has_initial_weights(engine: Engine, recipe: Recipe) -> bool:
 
 
 def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
-    """Largest difference of loss and of any gradient between the cut decoder and the whole one."""
+    """Largest difference of loss and gradients between the sharded and the full decoder."""
     recipe = recipe_of(case, corpus)
     config = decoder_config(recipe)
-    layout = settle_layout(recipe)
+    layout = resolve_layout(recipe)
     mesh = make_mesh(layout, dist.get_rank())
-    whole, cut = Decoder(config), Decoder(tensor.local_config(config, mesh.tensor))
-    tensor.apply(cut, mesh, config, case.sequence)
+    whole, sharded = Decoder(config), Decoder(tensor.local_config(config, mesh.tensor))
+    tensor.apply(sharded, mesh, config, case.sequence)
     fill(whole, 3)
     with torch.no_grad():
-        for name, parameter in cut.named_parameters():
+        for name, parameter in sharded.named_parameters():
             drawn = initial_weight(name, parameter.shard.full, 3, config)
             parameter.copy_(part(drawn, parameter, parameter.shape))
     if compiled:
-        compile_blocks(cut.model.layers, backend="aot_eager")
+        compile_blocks(sharded.model.layers, backend="aot_eager")
     torch.manual_seed(1)
     words = torch.randint(0, config.vocab_size, (2, recipe.seq_len))
     segments = torch.zeros(2, recipe.seq_len, dtype=torch.int32)
@@ -146,18 +147,20 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
     labels = words.roll(-1, 1)
     labels[:, ::3] = -100
     labels[0, 1] = config.vocab_size - 1  # the last row of the last rank
-    losses = [m(words, segments, labels=labels, num_items_in_batch=40).loss for m in (whole, cut)]
+    losses = [
+        m(words, segments, labels=labels, num_items_in_batch=40).loss for m in (whole, sharded)
+    ]
     for loss in losses:
         loss.backward()
     worst = abs(losses[0].item() - losses[1].item())
     gradients = {name: p.grad for name, p in whole.named_parameters()}
-    for name, parameter in cut.named_parameters():
+    for name, parameter in sharded.named_parameters():
         difference = part(gradients[name], parameter, parameter.shape) - parameter.grad
         worst = max(worst, float(difference.abs().max()))
     return worst
 
 
-def settle_layout(recipe):
+def resolve_layout(recipe):
     from data.stream.schedule import schedule_of
 
     schedule = schedule_of(recipe)
@@ -165,7 +168,7 @@ def settle_layout(recipe):
 
 
 def part(full: torch.Tensor, parameter: torch.nn.Parameter, shape) -> torch.Tensor:
-    """This rank's shard, of `shape`, of a full tensor."""
+    """Shard of a full tensor on this rank, of `shape`."""
     shard = parameter.shard
     if shard.dim is None:
         return full
@@ -173,10 +176,10 @@ def part(full: torch.Tensor, parameter: torch.nn.Parameter, shape) -> torch.Tens
 
 
 def overlap(corpus: Path) -> list[str]:
-    """Operators of one block's backward, in order."""
+    """Operators of the backward pass of one block, in order."""
     recipe = recipe_of(Case(tensor=2), corpus)
     config = decoder_config(recipe)
-    mesh = make_mesh(settle_layout(recipe), dist.get_rank())
+    mesh = make_mesh(resolve_layout(recipe), dist.get_rank())
     model = Decoder(tensor.local_config(config, mesh.tensor))
     tensor.apply(model, mesh, config)
     fill(model, 3)
@@ -188,7 +191,7 @@ def overlap(corpus: Path) -> list[str]:
 
 
 def listen_to_gathers() -> list[int]:
-    """The bytes of each gather from now on; DeepSpeed keeps the function that it finds first."""
+    """Record the bytes of each gather; DeepSpeed keeps the function that it finds first."""
     gather = dist.all_gather_into_tensor
     heard: list[int] = []
 
@@ -202,7 +205,7 @@ def listen_to_gathers() -> list[int]:
 
 
 def stage_3_gathers(corpus: Path, heard: list[int]) -> dict:
-    """Bytes gathered in one step of one and of two micro-batches under ZeRO-3, and the formula's.
+    """Bytes gathered in a step of one and of two micro-batches under ZeRO-3, beside the formula.
 
     With a threshold of 0, so that no weight stays; the step itself gathers nothing then.
     """
@@ -220,9 +223,9 @@ def stage_3_gathers(corpus: Path, heard: list[int]) -> dict:
 
 
 def selective_says_nothing_more(corpus: Path) -> list[int]:
-    """Collectives of one step in the tensor group, without and with selective recomputation.
+    """Collectives of a step in the tensor group, without and with selective recomputation.
 
-    As the group itself counts them: what was kept is not said again.
+    Counted by the group itself: kept results are not sent again.
     """
     numbers = []
     for recompute in ("none", "selective"):
@@ -235,7 +238,7 @@ def selective_says_nothing_more(corpus: Path) -> list[int]:
 
 
 def replicas(corpus: Path) -> dict:
-    """After LONG steps: replicated weights that differ, and whether the loss fell."""
+    """Train LONG steps; returns the replicated weights that differ, first and last loss."""
     recipe = recipe_of(Case(tensor=2, accumulation=1), corpus)
     recipe = dataclasses.replace(recipe, steps=LONG, batch_tokens=4 * 32, micro_batch=4)
     engine, stream, resolved = engine_of(recipe)

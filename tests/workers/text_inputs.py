@@ -1,4 +1,4 @@
-"""Inputs for tests of corpus building, a build in this process, and what a corpus reads back as."""
+"""Writes inputs of corpus builds, builds corpora in this process and reads them back, for tests."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def zstd(data: bytes) -> bytes:
 
 
 def write_files(folder: Path, files: dict[str, bytes | str]) -> Path:
-    """Files below a folder, by name; returns the folder."""
+    """Write files below a folder; returns the folder."""
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def write_files(folder: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def build(source, out: Path, *words: str, workers=1, tokenizer=None, log=lambda text: None) -> dict:
-    """The manifest of a corpus built with knobs as words; nothing is held out but by them."""
+    """Build a corpus with `knob=value` arguments, by default all train; returns its manifest."""
     words = (
         words
         if any(word.startswith(("valid=", "held_out=")) for word in words)
@@ -50,7 +50,7 @@ def build(source, out: Path, *words: str, workers=1, tokenizer=None, log=lambda 
 
 
 def texts_of(folder: Path, split: str = "train") -> list[str]:
-    """The documents of a corpus made with the byte tokenizer."""
+    """Read the documents of a corpus that was made with the byte tokenizer."""
     corpus = open_corpus(folder)
     if split not in corpus.splits:
         return []

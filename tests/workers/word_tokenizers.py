@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_tokenizer.py."""
+"""A word tokenizer in a Hugging Face folder, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 
 def word_tokenizer(folder, words, eos=None):
-    """A Hugging Face folder that our code did not make: whole words, an end token or none."""
+    """Write a tokenizer folder that our code did not make: whole words, an end token or none."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -13,21 +13,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pieces import KINDS, Payload, _cut, blank, cut_flat, full_tensors
+from small_fragments import KINDS, Payload, _cut, blank, cut_flat, full_tensors
 
 from base.errors import UserError
 from checkpoint.format import blocks, storage
 from checkpoint.format.blocks import BLOCK_BYTES, Damaged, check_file
 from checkpoint.format.index import Fragment, describe, holes, merge, plan
+from checkpoint.format.index_file import data_name, file_digests, index_name, read_index
 from checkpoint.format.rectangles import Box
-from checkpoint.format.storage import (
-    data_name,
-    file_digests,
-    index_name,
-    read,
-    read_index,
-    write_rank,
-)
+from checkpoint.format.storage import read, write_rank
 
 
 def cut_sharded(tensors, world, dim):

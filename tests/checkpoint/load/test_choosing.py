@@ -10,23 +10,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import WORLD, folder, rewritten
-from pieces import Payload, blank, cut_flat, full_tensors
-from saves import load_on_all, steps
-from saves import tensors as tensors_at
-from threads import run_threads
+from rank_threads import run_threads
+from saves_on_threads import load_on_all, save_on_all, steps
+from saves_on_threads import tensors as tensors_at
+from small_fragments import Payload, blank, cut_flat, full_tensors
 
 from base.errors import UserError
 from checkpoint.comm import Alone
 from checkpoint.format import manifest as manifests
 from checkpoint.format.blocks import BLOCK_BYTES, Damaged
 from checkpoint.format.index import Fragment
+from checkpoint.format.index_file import parse_index
 from checkpoint.format.manifest import Manifest, committed, decode, encode, read_manifest, sweep
-from checkpoint.format.storage import parse_index
-from checkpoint.load.choosing import Keep, at_step, newest, removable, set_aside, verify
+from checkpoint.load.choosing import at_step, newest, set_aside, verify
 from checkpoint.load.restoring import load
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep, removable
 from commands import checkpoints as lister
 from commands import verify as verifier
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of steps 90, 100 and 1000."""
+    for step in (90, 100, 1000):
+        assert save_on_all(tmp_path, step, world=WORLD)[0].ok
+    return tmp_path
 
 
 def test_steps_are_compared_as_numbers_and_strays_are_never_chosen(run):
@@ -250,7 +259,7 @@ def test_the_verified_one_the_newest_and_every_mth_always_stay(numbers, count, e
 
 
 def test_keeping_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least the newest"):
+    with pytest.raises(ValueError, match="newest must be at least 1"):
         Keep(newest=0)
 
 

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 import torch
-from pieces import cut_flat
-from saves import load_on_all, steps, tensors
-from threads import Gone, Killed, run_threads
+from rank_threads import Gone, Killed, run_threads
+from saves_on_threads import load_on_all, steps, tensors
+from small_fragments import cut_flat
 
 from checkpoint.comm import Alone
 from checkpoint.format.state import random_states

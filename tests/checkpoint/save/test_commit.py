@@ -10,16 +10,17 @@ import threading
 import time
 
 import pytest
-from pieces import cut_flat
+from rank_threads import Killed, run_threads
 from ranks import ROOT, run_ranks
-from saves import WORLD, load_on_all, save_on_all, steps, tensors
-from threads import Killed, run_threads
+from saves_on_threads import WORLD, load_on_all, save_on_all, steps, tensors
+from small_fragments import cut_flat
 
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import read_manifest
-from checkpoint.load.choosing import Keep, verify
+from checkpoint.load.choosing import verify
 from checkpoint.save import commit
-from checkpoint.save.commit import due, save
+from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 
 
 def test_a_save_is_loaded_by_the_same_and_by_other_numbers_of_ranks(tmp_path):
@@ -193,11 +194,6 @@ def test_the_pointer_moves_only_after_every_file_is_durable(tmp_path):
         if name.split()[0] in ("open", "write", "fsync") and "data" in name:
             assert (hint, there) == ("step-00000001\n", [1])
     assert seen[-1][2] == [1, 2]
-
-
-def test_the_final_step_is_saved_once_whatever_the_interval():
-    for every, expected in ((3, [3, 6, 7]), (7, [7]), (10, [7]), (0, [7])):
-        assert [step for step in range(1, 8) if due(step, every, last=7)] == expected
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_read_back(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from base.errors import UserError
 from checkpoint.save import interval
-from checkpoint.save.interval import FIRST_STEPS, REMEMBERED, Cost, Pace, young_steps
+from checkpoint.save.interval import FIRST_STEPS, REMEMBERED, Cost, Pace, is_due, young_steps
 from recipes.compose import compose
 
 HOUR = 3600.0
@@ -17,6 +17,11 @@ HOUR = 3600.0
 def lost_share(interval_s: float, mtbf_s: float, stall_s: float) -> float:
     """What stalls and repeated work take, to first order: stall / T + T / (2 MTBF)."""
     return stall_s / interval_s + interval_s / (2 * mtbf_s)
+
+
+def test_the_final_step_is_saved_once_whatever_the_interval():
+    for every, expected in ((3, [3, 6, 7]), (7, [7]), (10, [7]), (0, [7])):
+        assert [step for step in range(1, 8) if is_due(step, every, last_step=7)] == expected
 
 
 @pytest.mark.parametrize(("mtbf_h", "stall_s"), [(2.8, 1.0), (2.8, 60.0), (100.0, 5.0)])

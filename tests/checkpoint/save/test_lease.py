@@ -10,18 +10,20 @@ import time
 from dataclasses import replace
 
 import pytest
-from pieces import cut_flat
-from saves import load_on_all, save_on_all, tensors
+from saves_on_threads import load_on_all, save_on_all, tensors
+from small_fragments import cut_flat
 
 from base.errors import UserError
+from base.run_variables import FAMILY
 from checkpoint.comm import Alone
 from checkpoint.format import epochs
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.epochs import Fenced, Holder
 from checkpoint.format.manifest import committed, read_manifest
-from checkpoint.load.choosing import Keep, verify
+from checkpoint.load.choosing import verify
 from checkpoint.save import lease
 from checkpoint.save.commit import save
+from checkpoint.save.retention import Keep
 from record import run_folder
 
 ME = {"boot": "b1", "namespace": "n1", "lock": 7, "folder": 70, "family": "f1"}
@@ -91,13 +93,13 @@ def test_each_life_has_the_next_epoch_and_a_second_one_is_refused(tmp_path):
 
 def test_a_supervisor_takes_the_run_from_a_life_on_a_host_that_it_has_lost(tmp_path, monkeypatch):
     """A partition: the old attempt goes on, renews and has the lock; it can write nothing more."""
-    monkeypatch.setenv(run_folder.FAMILY, "one")
+    monkeypatch.setenv(FAMILY, "one")
     old = run_folder.open_folder(tmp_path / "run", {}, False)
     new = run_folder.open_folder(tmp_path / "run", {}, False)
     assert (old.epoch, new.epoch) == (1, 2)
     with pytest.raises(Fenced):
         old.check()
-    monkeypatch.setenv(run_folder.FAMILY, "another")
+    monkeypatch.setenv(FAMILY, "another")
     with pytest.raises(UserError, match=r"another process is writing .*\(epoch 2\)"):
         run_folder.open_folder(tmp_path / "run", {}, False)
     for one in (old, new):
@@ -254,7 +256,7 @@ def test_what_a_fenced_writer_commits_all_the_same_is_no_checkpoint(tmp_path):
     second = take(tmp_path)
     assert all(r.ok for r in save_on_all(tmp_path, 3, fence=Late()))
     late = tmp_path / "checkpoints" / "step-00000003"
-    assert "committed when epoch 2 had the run already" in verify(late)[0]
+    assert "committed it when epoch 2 had the run already" in verify(late)[0]
     with pytest.raises(Damaged) as caught:
         read_manifest(late)
     assert caught.value.problems[0].kind == "late"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from threads import run_threads
+from rank_threads import run_threads
 
 from checkpoint.save.replicas import Replica, differing, digests, locate, summary, word_sum
 

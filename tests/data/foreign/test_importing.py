@@ -14,11 +14,12 @@ from base.errors import UserError
 from commands.corpus_verify import verify_corpus
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.tokenizer import byte_tokenizer
-from data.foreign.importing import ImportSettings, import_corpus
+from data.foreign.import_checks import ImportSettings
+from data.foreign.importing import import_corpus
 from data.foreign.token_files import find_foreign
 from data.stream.schedule import read_schedule
 from data.stream.stream import open_stream
-from data.text.settings import read_words
+from data.text.settings import read_knobs
 from recipes.schema import Data, Source
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 9, 9, 9, 9, 0], [300, 1, 0]]
@@ -28,7 +29,7 @@ LENGTHS = [len(ids) for ids in DOCUMENTS]
 
 def bring(source, out, *words, tokenizer=None, log=lambda text: None, is_quick=False):
     words = words if tokenizer else ("vocab_size=1000", "eod_id=0", *words)
-    settings = read_words(ImportSettings, words, "make corpus-import")
+    settings = read_knobs(ImportSettings, words, "make corpus-import")
     return import_corpus(str(source), out, tokenizer, settings, log, is_quick)
 
 
@@ -187,7 +188,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
         bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", log=said.append)
         assert tokens_of(tmp_path / f"c{kind}") == [*DOCUMENTS, [4, 4]]
         assert any("1 of 5 documents do not end" in text for text in said)
-    with pytest.raises(UserError, match="has no index that says its type; say it"):
+    with pytest.raises(UserError, match="has no index, so its type is not known; give it"):
         bring(folder, tmp_path / "d")
     with pytest.raises(UserError, match="dtype=float32: is not one of uint8"):
         bring(folder, tmp_path / "d", "dtype=float32")
@@ -202,7 +203,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
 def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
     prefix = megatron(tmp_path / "in")
     for words in (("vocab_size=300", "eod_id=0"), ("vocab_size=300", "eod_id=0", "copy=true")):
-        settings = read_words(ImportSettings, words, "x")
+        settings = read_knobs(ImportSettings, words, "x")
         with pytest.raises(UserError, match=r"holds the id.* 300, expected 0 to 299"):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
     for words, problem in (
@@ -210,7 +211,7 @@ def test_ids_beyond_the_vocabulary_and_lacking_facts_are_refused(tmp_path):
         (("vocab_size=400", "eod_id=-1"), "eod_id=-1: is no id from 0 to 399"),
         (("vocab_size=400", "eod_id=400"), "eod_id=400: is no id from 0 to 399"),
     ):
-        settings = read_words(ImportSettings, words, "x")
+        settings = read_knobs(ImportSettings, words, "x")
         with pytest.raises(UserError, match=problem):
             import_corpus(str(prefix), tmp_path / "c", None, settings)
     with pytest.raises(UserError, match="TOKENIZER= is not given"):
@@ -374,7 +375,7 @@ def test_contiguous_shares_of_each_file_as_megatron_cuts_them(tmp_path, monkeypa
     with pytest.raises(UserError, match="split=1000,1: no document is held out"):
         bring(tmp_path / "in", tmp_path / "e", "split=1000,1")
     np.array(FLAT, dtype="<u2").tofile(tmp_path / "flat.npy")
-    with pytest.raises(UserError, match=r"flat.npy: has no index .* split= cannot cut it"):
+    with pytest.raises(UserError, match=r"flat.npy: has no index, .* split= cannot cut it"):
         bring(tmp_path / "flat.npy", tmp_path / "e", "split=9,1", "dtype=uint16")
 
 

@@ -8,7 +8,7 @@ import pytest
 from small_corpora import random_documents, stream_of, write_corpus
 
 from base.errors import UserError
-from data.stream.collect import Collector
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.schema import Skip
 
@@ -35,7 +35,9 @@ def collect(streams, data_ranks, data_size, folder, steps=range(1, 8), micro_bat
             return everyone
 
         ledger = Ledger(folder) if rank == 0 else None
-        collector = Collector(ledger, gather, 3, data_ranks, streams[rank].skips.fingerprint())
+        collector = LedgerCollector(
+            ledger, gather, 3, data_ranks, streams[rank].skips.fingerprint()
+        )
         place = data_ranks[rank], data_size, micro_batch
         try:
             with streams[rank].prefetch(steps[0], steps[-1], *place) as batches:

@@ -25,10 +25,10 @@ from base.errors import UserError
 from launch.hosts import network
 from launch.hosts.agent import among
 from launch.hosts.carriers import carriers, is_here
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
 from launch.hosts.judge import Need
-from launch.hosts.preflight import Inspection, Plan, preflight
+from launch.hosts.preflight import Inspection, StartPlan, preflight
 
 WORKER = "tests/workers/launch_worker.py"
 HARD = [
@@ -66,52 +66,56 @@ def ssh(tmp_path) -> Path:
 
 
 @pytest.fixture
-def cluster(ssh) -> Cluster:
+def cluster(ssh) -> AgentCluster:
     hosts = [Host("host-a", 2), Host("host-b.example", 2)]
-    return Cluster(hosts, ROOT, "ssh", f"{shlex.quote(str(ssh))} -p 2222 -o User=me")
+    return AgentCluster(hosts, ROOT, "ssh", f"{shlex.quote(str(ssh))} -p 2222 -o User=me")
 
 
-def plan(port: int = 29_123) -> Plan:
+def plan(port: int = 29_123) -> StartPlan:
     hosts = [
         {"name": name, "address": "127.0.0.1", "interface": "lo", "devices": None}
         for name in ("host-a", "host-b.example")
     ]
-    return Plan(port, hosts, [])
+    return StartPlan(port, hosts, [])
 
 
 # A launcher in a process of its own, as `make pretrain` has one.
 LAUNCH = """
 import functools, json, sys
 from pathlib import Path
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
-from launch.hosts.preflight import Plan
+from launch.hosts.preflight import StartPlan
 from launch.ranks import start
+from launch.ranks.screen import Screen
 told = json.loads(sys.argv[1])
-words = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["words"]]
+arguments = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["arguments"]]
 if told["ssh"] is None:
-    root = Path.cwd()
-    sys.exit(start.here(words, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
+    root, runs, screen = Path.cwd(), Path(told["runs"]) if told["runs"] else None, Screen(2)
+    with start.catch_signals() as signals:
+        attempt = start.live_here(arguments, 2, root, runs, 29123, screen, signals)
+    sys.exit(screen.finish(attempt.ends, signals.first))
 hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
-cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
+cluster = AgentCluster(hosts, Path.cwd(), told["via"], told["ssh"])
 start.order_of = functools.partial(start.order_of, lost_s=told["lost_s"])
-sys.exit(start.across(cluster, Plan(29123, plans, []), words, 1, told["environment"], told["runs"]))
+start_it = functools.partial(start.across, cluster, StartPlan(29123, plans, []), arguments, 1)
+sys.exit(start_it(told["environment"], told["runs"]))
 """
 
 
 class Launch:
     """A running launcher; two ranks, on one host or on two."""
 
-    def __init__(self, out: Path, action: str, ssh: Path | None, *words: str, **told):
+    def __init__(self, out: Path, action: str, ssh: Path | None, *arguments: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
         told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
         told |= {
             "out": str(out),
             "action": action,
-            "words": words,
+            "arguments": arguments,
             "ssh": shlex.quote(str(ssh)) if ssh else None,
         }
         self.process = subprocess.Popen(
@@ -218,7 +222,7 @@ def test_rendered_commands_name_no_interface(cluster):
 
 def test_a_secret_never_goes_through_pdsh(cluster):
     for name, value in (("WANDB_API_KEY", "x"), ("HF_ENDPOINT", "https://me:hunter2@mirror/x")):
-        with pytest.raises(UserError, match=f"{name} would show"):
+        with pytest.raises(UserError, match=f"{name} would be visible"):
             carriers("pdsh", cluster.hosts, ROOT, {"environment": {name: value}})
 
 
@@ -377,7 +381,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     path = tmp_path / "ssh"
     path.write_text("#!/bin/sh\necho 'ssh: connect to host: No route' >&2\nexit 255\n")
     path.chmod(0o755)
-    cluster = Cluster([Host("host-a", 1), Host("host-b", 1)], ROOT, "ssh", str(path))
+    cluster = AgentCluster([Host("host-a", 1), Host("host-b", 1)], ROOT, "ssh", str(path))
     with pytest.raises(UserError) as caught:
         preflight(cluster, Inspection(Need(), {}), print)
     assert len(caught.value.problems) == 2

@@ -1,4 +1,4 @@
-"""Where a run goes back to, and what two replays of a step say."""
+"""The target of a rewind by policy, and the conclusion from two replays of a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from base.errors import UserError
 from checkpoint.lineage import lineage
 from commands import replay
-from commands.replay import Order, Step, conclude
-from recipes.schema import Health as Knobs
+from commands.replay import ComparedStep, ReplayRequest, conclude
+from recipes.faults import Health as Knobs
 from record.records import record_event
-from runtime.health.recovery import Plan, Saved, plan, recover
-from runtime.health.verdict import Health, Judgement, Verdict
+from runtime.health.recovery import RecoveryPlan, Saved, plan, recover
+from runtime.health.verdict import HealthState, Judgement, Verdict
 
 KNOBS = Knobs(rewind=100, skip=200)
 
@@ -25,13 +25,13 @@ def saves(*steps: int, sick: tuple[int, ...] = ()) -> list[Saved]:
 def test_the_newest_healthy_checkpoint_that_is_old_enough_is_taken():
     """Data steps run 10 ahead of steps here: some were left out before."""
     there = saves(50, 100, 150, 200, 250)
-    assert plan(there, onset=255, data_step=270, knobs=KNOBS) == Plan(150, (160, 360))
-    assert plan(there[::-1], 255, 700, KNOBS) == Plan(150, (160, 701))
-    assert plan(saves(50, 100, 150, sick=(150,)), 255, 270, KNOBS) == Plan(100, (110, 310))
+    assert plan(there, onset=255, data_step=270, knobs=KNOBS) == RecoveryPlan(150, (160, 360))
+    assert plan(there[::-1], 255, 700, KNOBS) == RecoveryPlan(150, (160, 701))
+    assert plan(saves(50, 100, 150, sick=(150,)), 255, 270, KNOBS) == RecoveryPlan(100, (110, 310))
 
 
 def test_where_none_is_old_enough_the_oldest_healthy_one_before_the_trouble_is():
-    assert plan(saves(240, 250, 260), 255, 270, KNOBS) == Plan(240, (250, 450))
+    assert plan(saves(240, 250, 260), 255, 270, KNOBS) == RecoveryPlan(240, (250, 450))
     assert plan(saves(255, 260), 255, 270, KNOBS) is None
     assert plan(saves(240, sick=(240,)), 255, 270, KNOBS) is None
     assert plan([], 255, 270, KNOBS) is None
@@ -39,25 +39,27 @@ def test_where_none_is_old_enough_the_oldest_healthy_one_before_the_trouble_is()
 
 def test_without_a_checkpoint_the_run_stops_and_says_what_to_do(tmp_path):
     """As `optim.lr` far too high does within the first steps."""
-    told = []
+    reported = []
     record = SimpleNamespace(
-        alert=lambda kind, text, **facts: told.append((kind, text, facts)),
-        close=lambda cause, **facts: told.append((cause,)),
+        alert=lambda kind, text, **facts: reported.append((kind, text, facts)),
+        close=lambda cause, **facts: reported.append((cause,)),
     )
-    health = Health(bad=((3, 2), (4, 3), (5, 4)), skips_in_a_row=3)
+    health = HealthState(bad=((3, 2), (4, 3), (5, 4)), skips_in_a_row=3)
     judged = Judgement(Verdict.ROLL_BACK, health, "not finite in 3 steps in a row", True, onset=3)
     data = SimpleNamespace(step=5, data_step=4)
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     with pytest.raises(UserError, match=r"no healthy checkpoint from before step 3.*data\.skip"):
         recover(run, data, judged, KNOBS, record)
-    assert [entry[0] for entry in told] == ["stop", "gave_up"]
-    assert (run / told[0][2]["bundle"] / "verdict.json").is_file()
+    assert [entry[0] for entry in reported] == ["stop", "gave_up"]
+    assert (run / reported[0][2]["bundle"] / "verdict.json").is_file()
     assert not (run / "history.jsonl").exists()
 
 
-def steps(*losses: float | None, batch: str = "b", norm: float = 0.5) -> list[Step]:
-    return [Step(n, loss, norm, loss is None, batch) for n, loss in enumerate(losses, start=1)]
+def steps(*losses: float | None, batch: str = "b", norm: float = 0.5) -> list[ComparedStep]:
+    return [
+        ComparedStep(n, loss, norm, loss is None, batch) for n, loss in enumerate(losses, start=1)
+    ]
 
 
 def test_equal_bits_twice_clear_the_hardware():
@@ -97,7 +99,7 @@ def test_a_step_is_repeated_from_the_newest_whole_checkpoint_or_from_the_start(
 
     def before(step: int):
         order = SimpleNamespace(folder=tmp_path, lineage=lineage([]), step=step)
-        return Order.checkpoint_before(order)
+        return ReplayRequest.checkpoint_before(order)
 
     for step, _ in there:
         record_event(tmp_path, "saved", attempt=1, segment=0, step=step)

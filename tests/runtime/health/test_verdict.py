@@ -17,8 +17,8 @@ from sequences import (
 )
 
 from base.errors import UserError
-from recipes.schema import Health as Knobs
-from runtime.health.verdict import Health, Limits, Seen, Verdict, judge
+from recipes.faults import Health as Knobs
+from runtime.health.verdict import HealthState, Limits, Seen, Verdict, judge
 
 NAN, INF = math.nan, math.inf
 
@@ -28,7 +28,7 @@ def verdicts(sequence, knobs=None, warmup=0, regime=lambda step: "", rewound_at=
     health.
     """
     limits = Limits(knobs or Knobs(), warmup)
-    health, found = health or Health(), []
+    health, found = health or HealthState(), []
     for step, (loss, norm) in enumerate(sequence, start=1):
         seen = Seen(step, step - 1, loss, norm, regime(step))
         judged = judge(health, seen, limits, rewound_at)
@@ -168,11 +168,11 @@ def test_the_statistics_survive_a_checkpoint_to_the_bit():
     sequence = bloom_spike(16)
     whole, _ = verdicts(sequence)
     _, half = verdicts(sequence[:403])
-    again = Health.from_dict(json.loads(json.dumps(half.as_dict() | {"val_loss": 3.1})))
+    again = HealthState.from_dict(json.loads(json.dumps(half.as_dict() | {"val_loss": 3.1})))
     assert again == half
     limits = Limits(Knobs())
     judged = judge(again, Seen(404, 403, *sequence[403]), limits)
     assert judged == judge(half, Seen(404, 403, *sequence[403]), limits)
     assert judged == dict(whole)[404]
     with pytest.raises(UserError, match=r"health is without bad, .*another version"):
-        Health.from_dict({"skips_in_a_row": 0, "skipped_steps": 0})
+        HealthState.from_dict({"skips_in_a_row": 0, "skipped_steps": 0})

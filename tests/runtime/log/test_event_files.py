@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from record.records import read_metrics
 from runtime.log import event_files
 from runtime.log.event_files import FAMILIES, ONLY_WHEN_ANY, PAGE, RESULTS, SERIES, segment_folder
-from runtime.log.metrics import MetricsWriter
+from runtime.log.metrics import MetricsWriter, StepNumbers
 from runtime.monitor.clock import StepTimes
 
 
@@ -39,17 +39,19 @@ def train(folder, first, last, *, after_step, loss_offset=0.0, tokens_of=lambda 
             is_first=step == first,
         )
         writer.step(
-            step,
-            loss=loss_offset + step,
-            grad_norm=math.nan if step == 2 else 1.0,
-            lr=1e-3,
-            tokens=sum(tokens_of(number) for number in range(1, step + 1)),
-            tokens_per_step=tokens_of(step),
-            targets=tokens_of(step),
-            times=times,
-            accumulation=2,
-            skipped=step == 2,
-            val_loss=loss_offset + step + 0.5 if step % 3 == 0 else None,
+            StepNumbers(
+                step,
+                loss=loss_offset + step,
+                grad_norm=math.nan if step == 2 else 1.0,
+                lr=1e-3,
+                tokens=sum(tokens_of(number) for number in range(1, step + 1)),
+                tokens_per_step=tokens_of(step),
+                targets=tokens_of(step),
+                times=times,
+                accumulation=2,
+                skipped=step == 2,
+                val_loss=loss_offset + step + 0.5 if step % 3 == 0 else None,
+            )
         )
     return writer
 
@@ -102,7 +104,7 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     assert math.isnan(points(accumulator, "optimizer/grad_norm")[2])
 
 
-def test_a_reader_sees_one_value_per_step_those_of_the_resumed_life(tmp_path):
+def test_a_reader_sees_one_value_per_step_those_of_the_resumed_attempt(tmp_path):
     """Killed after step 7, saved at 5, run again to 10."""
     folder = tmp_path / "run"
     train(folder, 1, 7, after_step=0).close()
@@ -128,7 +130,7 @@ def test_a_restart_is_marked_with_its_first_step(tmp_path):
     assert starts == [1, 3]
 
 
-def test_files_of_later_lives_sort_last_even_where_a_clock_stands_still_or_goes_back(
+def test_files_of_later_attempts_sort_last_even_where_a_clock_stands_still_or_goes_back(
     tmp_path, monkeypatch
 ):
     folder = tmp_path / "run"
@@ -156,16 +158,16 @@ def test_a_disk_that_takes_no_points_for_a_while_costs_nothing_but_a_line(tmp_pa
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data)
 
-    told = []
-    files = event_files.EventFiles(tmp_path / "one", attempt=1, after_step=0, log=told.append)
+    reported = []
+    files = event_files.EventFiles(tmp_path / "one", attempt=1, after_step=0, log=reported.append)
     [path] = (tmp_path / "one").iterdir()
     disk = Full(path, "a")
     files._writer = event_files.RecordWriter(io.BufferedWriter(disk))
     for step in range(1, 6):
         disk.is_full = step in (2, 3)
         files.scalars(step, {"loss": step})
-    assert len(told) == 1
-    assert "TensorBoard gets no points: [Errno 28]" in told[0]
+    assert len(reported) == 1
+    assert "TensorBoard gets no points: [Errno 28]" in reported[0]
     shown = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     assert list(points(shown, "loss/train")) == [1, 2, 3, 4, 5]
     disk.is_full = True
@@ -174,16 +176,16 @@ def test_a_disk_that_takes_no_points_for_a_while_costs_nothing_but_a_line(tmp_pa
 
 
 def test_where_no_event_file_can_be_made_the_record_is_kept_all_the_same(tmp_path):
-    told, folder = [], tmp_path / "run"
+    reported, folder = [], tmp_path / "run"
     folder.mkdir()
     (folder / "tensorboard").write_text("no folder")
-    train(folder, 1, 3, after_step=0, log=told.append).finish()
+    train(folder, 1, 3, after_step=0, log=reported.append).finish()
     assert [line["step"] for line in read_metrics(folder)] == [1, 2, 3]
-    assert len(told) == 1
-    assert "TensorBoard gets no points" in told[0]
+    assert len(reported) == 1
+    assert "TensorBoard gets no points" in reported[0]
 
 
-def test_only_one_event_file_is_written_per_life_and_segment(tmp_path):
+def test_only_one_event_file_is_written_per_attempt_and_segment(tmp_path):
     folder = tmp_path / "run"
     train(folder, 1, 2, after_step=0).close()
     train(folder, 2, 3, after_step=1, segment=1).close()

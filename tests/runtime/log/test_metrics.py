@@ -1,4 +1,4 @@
-"""runtime.log.metrics, records, mirror: what a run writes down, and what is read from it.
+"""runtime.log.metrics, record.records, the W&B mirror: writing and reading the record of a run.
 
 Everything runs in one process without a model: the numbers are hand-made and the clock is fake.
 """
@@ -18,6 +18,8 @@ import torch
 from metric_lines import make_writer, write_step
 
 from base.errors import UserError
+from base.jsonl import encode
+from base.units import GIB
 from record.records import (
     TAIL_BYTES,
     damage,
@@ -29,10 +31,9 @@ from record.records import (
     read_metrics,
     record_event,
     repair,
-    strict_line,
     truncate_after,
 )
-from runtime.engine.memory import GIB, peak_device_gib, peak_host_gib
+from runtime.engine.memory import peak_device_gib, peak_host_gib
 from runtime.log import wandb_mirror
 from runtime.log.console import summary_text
 from runtime.log.metrics import hyper_parameters, summary
@@ -96,7 +97,7 @@ def test_each_step_is_one_strict_json_line_with_every_promised_field(tmp_path):
         skipped=False,
         skipped_steps=0,
         accumulation=1,
-        first_of_life=False,
+        first_of_attempt=False,
         val_loss=4.5,
     )
 
@@ -183,7 +184,7 @@ def test_a_damaged_line_in_the_middle_is_passed_over_and_named_by_file_and_numbe
 
 def test_a_flipped_bit_anywhere_in_a_line_is_found():
     fields = {"kind": "saved", "step": 10, "checkpoint_stall_s": 0.5}
-    line = strict_line(fields).encode().rstrip()
+    line = encode(fields).rstrip()
     for bit in range(8 * len(line)):
         flipped = bytearray(line)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -192,7 +193,7 @@ def test_a_flipped_bit_anywhere_in_a_line_is_found():
             assert found.items() >= fields.items(), flipped
 
 
-def test_a_damaged_record_stops_no_start_and_is_told_once(tmp_path):
+def test_a_damaged_record_stops_no_start_and_is_reported_once(tmp_path):
     folder, said = tmp_path / "run", []
     writer = make_writer(folder)
     for step in (1, 2, 3):
@@ -236,7 +237,7 @@ def test_repair_leaves_a_whole_file_and_a_missing_one_alone(tmp_path):
 # ---- restarts
 
 
-def test_a_step_stands_there_once_after_a_restart_with_the_later_lifes_numbers(tmp_path):
+def test_a_step_stands_there_once_after_a_restart_with_the_later_attempts_numbers(tmp_path):
     folder = tmp_path / "run"
     writer = make_writer(folder)
     for step in range(1, 8):
@@ -288,7 +289,7 @@ def test_truncating_one_segment_leaves_the_others_untouched(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
+def test_a_reader_keeps_the_later_attempt_where_a_step_stands_twice(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [(1, 1, 1), (2, 1, 2), (2, 2, 3), (1, 2, 4), (1, 1, 5)]  # step, attempt, loss
     path.write_text(
@@ -303,7 +304,7 @@ def test_a_reader_keeps_the_later_life_where_a_step_stands_twice(tmp_path):
 # ---- one writer
 
 
-def test_events_carry_utc_time_kind_and_life_in_order(tmp_path):
+def test_events_carry_utc_time_kind_and_attempt_in_order(tmp_path):
     record_event(tmp_path, "alarm", attempt=3, step=7, reason="loss is not finite")
     record_event(tmp_path, "verdict", attempt=3, action="skip")
     alarm, verdict = read_events(tmp_path)
@@ -323,7 +324,7 @@ def test_metrics_are_written_without_importing_torch_or_tensorflow():
 # ---- a run in numbers
 
 
-def test_the_summary_has_medians_with_spread_without_the_first_step_of_each_life(tmp_path):
+def test_the_summary_has_medians_with_spread_without_the_first_step_of_each_attempt(tmp_path):
     folder = tmp_path / "run"
     writer = make_writer(folder)
     for step, seconds in enumerate([50.0, 1.0, 2.0, 4.0], start=1):

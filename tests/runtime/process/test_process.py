@@ -1,4 +1,4 @@
-"""runtime/process/process.py: what a launcher's variables mean, and which device is taken."""
+"""runtime/process/process.py: the launcher's variables, and the choice of the device."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_leaving_flushes_what_was_said_and_skips_the_interpreters_shutdown():
 def test_a_problem_that_only_a_later_rank_of_a_host_has_is_printed(monkeypatch, capsys):
     for name, value in {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(process, "FIRST_SAYS_S", 0.2)
+    monkeypatch.setattr(process, "FIRST_REPORTS_S", 0.2)
     process.report(UserError("only here"))
     assert capsys.readouterr().err == "refused: rank 2: only here\n"
 

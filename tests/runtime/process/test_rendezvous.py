@@ -1,4 +1,4 @@
-"""runtime/process/rendezvous.py: ranks find each other's store, and say what is in the way."""
+"""runtime/process/rendezvous.py: ranks find rank 0's store, or report what prevents it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def meet_all(candidates, world: int, ranks, timeout_s: float = 20, name: str = "
 
     def one(rank: int) -> None:
         try:
-            got[rank] = rendezvous.meet("127.0.0.1", candidates, name, rank, world, timeout_s)
+            got[rank] = rendezvous.join("127.0.0.1", candidates, name, rank, world, timeout_s)
         except (UserError, OSError) as error:
             got[rank] = error
 

@@ -1,10 +1,10 @@
-"""Helpers of several test files, at first of test_commit.py."""
+"""Saves and loads small states with ranks that are threads, for tests of checkpoints."""
 
 from __future__ import annotations
 
 import torch
-from pieces import blank, cut_flat, full_tensors
-from threads import run_threads
+from rank_threads import run_threads
+from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.format.manifest import committed
 from checkpoint.load.restoring import load
@@ -17,12 +17,12 @@ SHAPES = {"w": (40, 12), "norm": (12,)}
 
 
 def tensors(step):
-    """The state after `step`, another one for each."""
+    """State after `step`; every step has another one."""
     return full_tensors(SHAPES, seed=step)
 
 
 def save_on_all(run, step, point=lambda name, rank: None, world=WORLD, **options):
-    """Save with `world` ranks; what each rank returned or raised."""
+    """Save with `world` ranks; returns what each rank returned or raised."""
     ranks = cut_flat(tensors(step), world)
 
     def one(comm):
@@ -33,7 +33,9 @@ def save_on_all(run, step, point=lambda name, rank: None, world=WORLD, **options
 
 
 def load_on_all(run, world=WORLD, step=None):
-    """Load with `world` ranks; (what each returned or raised, whether the values are right)."""
+    """Load with `world` ranks; returns what each returned or raised, and True where all values are
+    right.
+    """
     empty = [blank(fragments) for fragments in cut_flat(tensors(0), world)]
     results = run_threads(world, lambda comm: load(run, empty[comm.rank], comm, step))
     if isinstance(results[0], BaseException) or results[0] is None:
@@ -48,5 +50,5 @@ def load_on_all(run, world=WORLD, step=None):
 
 
 def steps(run):
-    """Committed steps."""
+    """Steps of the committed checkpoints of a run."""
     return [step for step, _ in committed(run / "checkpoints")]

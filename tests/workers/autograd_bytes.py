@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps between forward and backward, counted while a step runs."""
+"""Counts the bytes that autograd keeps between forward and backward of a training step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 
-class Held:
-    """A saved tensor; its end is the end of what it holds."""
+class SavedTensor:
+    """A saved tensor. When it is freed, the bytes that it keeps are no longer counted."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
 
-class Kept:
-    """A context manager. `most`: the largest sum of unique storages that lived at one time.
+class AutogradBytes:
+    """Context manager that counts. `most` is the largest sum of unique storages at one time.
 
-    Not counted: weights; masks of (seq_len x seq_len), which only CPUs make; what is saved while a
-    block runs again in backward.
+    Not counted: weights; masks of (seq_len, seq_len), which only CPUs make; tensors that are saved
+    while a block is recomputed in backward.
     """
 
     def __init__(self, model: nn.Module, seq_len: int):
@@ -29,7 +29,7 @@ class Kept:
         self._bytes: dict[int, int] = {}
         self._now = self.most = 0
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> AutogradBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
@@ -37,7 +37,7 @@ class Kept:
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Held:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         weights = {weight.untyped_storage().data_ptr() for weight in self._model.parameters()}
@@ -48,12 +48,12 @@ class Kept:
             self._bytes[address] = storage.nbytes()
             self._now += storage.nbytes()
             self.most = max(self.most, self._now)
-        held = Held(tensor)
+        held = SavedTensor(tensor)
         weakref.finalize(held, self._gone, address)
         return held
 
-    def _unpack(self, saved: torch.Tensor | Held) -> torch.Tensor:
-        return saved.tensor if isinstance(saved, Held) else saved
+    def _unpack(self, saved: torch.Tensor | SavedTensor) -> torch.Tensor:
+        return saved.tensor if isinstance(saved, SavedTensor) else saved
 
     def _gone(self, address: int) -> None:
         self._uses[address] -= 1

@@ -1,12 +1,12 @@
-"""Starts of a clone's programs in a process that has imported them already: a fork for each rank.
+"""Starts programs of a clone in a process that has imported them before: a fork for each rank.
 
     Warm(clone).start("run=x", nproc=2)     pretrain.py on two ranks, without a launcher
     Warm(clone).check("run=x", "zero=9")    commands.pretrain
 
-A start of two ranks costs a dozen seconds of imports, of which tests of what a run *does* learn
-nothing. What runs is the file itself, as `__main__`, in the environment that a launcher gives.
-Counts of log.communication are the exception: they begin before DeepSpeed is imported. Use it where
-neither launcher nor supervisor is what is tested.
+The imports of two ranks take a dozen seconds, which tests of a run's behaviour need not pay. The
+file itself runs as `__main__`, in the environment that a launcher gives. One difference: counts of
+log.communication begin after the import of DeepSpeed, not before it. Use it only where neither
+launcher nor supervisor is tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clones import SMALL
 from ranks import PATIENCE, environment
 
 from launch.hosts.network import free_port
-from launch.ranks.ranks import rank_variables
+from launch.ranks.rank_process import rank_variables
 
 # Reads a line {"what", "words", "ranks": [variables of each], "out": file}; answers with the number
 # of the process that leads them, and with its status when all have ended.
@@ -69,7 +69,7 @@ def lead(order):
         status = os.waitstatus_to_exitcode(os.wait()[1])
         if status and not first:
             first = status
-            time.sleep(1)  # the others say theirs
+            time.sleep(1)  # the other ranks print their messages
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
     os._exit(first if first >= 0 else 128 - first)
@@ -93,7 +93,7 @@ for line in sys.stdin:
 
 
 class Warm:
-    """One server of a clone; one start at a time."""
+    """Server process of one clone; it runs one start at a time."""
 
     def __init__(self, clone: Path):
         self.clone, self.leader, self._out = clone, 0, ""
@@ -130,7 +130,7 @@ class Warm:
         self.leader = int(self._server.stdout.readline())
 
     def is_over(self, timeout_s: float = 0) -> bool:
-        """Whether all ranks have ended, or do so in time."""
+        """True where all ranks have ended, or end within the given time."""
         return bool(select.select([self._server.stdout], [], [], timeout_s)[0])
 
     def kill(self) -> None:
@@ -140,7 +140,7 @@ class Warm:
                 os.killpg(self.leader, signal.SIGKILL)
 
     def end(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Wait for what was begun: the status of the first rank that failed, and all output."""
+        """Wait for the ranks; returns the status of the first rank that failed, and all output."""
         is_in_time = self.is_over(timeout_s * PATIENCE)
         if not is_in_time:
             self.kill()
@@ -153,11 +153,11 @@ class Warm:
     def start(
         self, *words: str, nproc: int = 1, timeout_s: float = 120, **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """pretrain.py with the overrides of a small run first."""
+        """Run pretrain.py; the overrides of a small run come first."""
         self.begin(*SMALL, *words, nproc=nproc, **extra)
         return self.end(timeout_s)
 
     def check(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """What `make pretrain` starts, on one rank."""
+        """Run the program of `make pretrain` on one rank."""
         self.begin("--nproc", "1", "--", *SMALL, *words, what="commands.pretrain")
         return self.end(timeout_s)

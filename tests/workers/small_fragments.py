@@ -1,4 +1,4 @@
-"""Helpers of several test files, at first of test_storage.py."""
+"""Small tensors and their fragments on several ranks, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 def full_tensors(shapes, seed=0):
-    """{(name, kind): full tensor} with values that tell every element from every other."""
+    """Map (name, kind) to a full tensor in which all elements differ."""
     generator = torch.Generator().manual_seed(seed)
     return {
         (name, kind): torch.randn(shape, generator=generator)
@@ -24,7 +24,7 @@ def full_tensors(shapes, seed=0):
 
 
 def cut_flat(tensors, world):
-    """Like ZeRO-3: each tensor's flat elements in equal parts, the last one short."""
+    """Split tensors like ZeRO-3: flat elements in equal parts, of which the last may be shorter."""
     return _cut(tensors, world, lambda full: [(Box(full, full), r, world) for r in range(world)])
 
 
@@ -47,7 +47,7 @@ def _cut(tensors, world, parts):
 
 
 def blank(fragments):
-    """The same fragments over memory full of NaN."""
+    """Copy of the fragments whose memory is full of NaN."""
     return [
         Fragment(f.name, f.kind, f.box, f.start, torch.full_like(f.tensor, math.nan))
         for f in fragments
@@ -55,7 +55,7 @@ def blank(fragments):
 
 
 class Payload:
-    """Leaves a mark when it is unpickled."""
+    """An object whose unpickling creates the file `mark`."""
 
     def __init__(self, mark):
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests of what ranks do together without starting any."""
+"""Runs ranks as threads of one process, for tests of collectives without starting processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no handler for Exception sees it."""
+    """Takes the place of SIGKILL: no handler for Exception catches it."""
 
 
 class Gone(RuntimeError):
-    """What a rank gets that waits for a dead one."""
+    """Raised in a rank that waits for a dead one."""
 
 
 class Threads:
-    """What the ranks share: the values of each exchange, and who has ended."""
+    """State that the ranks share: the values of each exchange, and the ranks that have ended."""
 
     def __init__(self, world):
         self.world = world
@@ -26,14 +26,14 @@ class Threads:
 
 
 class ThreadRank:
-    """One rank of a world of threads; the interface of checkpoint.comm."""
+    """One rank of several threads, with the interface of checkpoint.comm."""
 
     def __init__(self, rank, shared):
         self.rank, self.world, self.shared = rank, shared.world, shared
         self.count = 0
 
     def exchange(self, value, what):
-        """All values, in order of rank; Gone when a rank has ended without coming."""
+        """Values of all ranks in their order. Raises Gone where a rank has ended."""
         self.count += 1
         shared = self.shared
         with shared.changed:
@@ -49,7 +49,7 @@ class ThreadRank:
 
 
 def run_threads(world, action):
-    """[what action(comm) returned or raised, by rank]."""
+    """Run action(comm) on every rank; returns what each returned or raised."""
     shared = Threads(world)
 
     def one(rank):

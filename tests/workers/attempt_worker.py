@@ -1,9 +1,9 @@
-"""A rank without torch that keeps the record of a run as rank 0 does, and ends as it is told.
+"""A rank without torch that writes the record of a run like rank 0 and ends as PLAN says.
 
-    life_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each attempt [newest step, saved step,
-    ending]
+    attempt_worker.py RUN_FOLDER PLAN      PLAN: JSON, for each attempt
+                                           [newest step, saved step, ending]
 
-ENDING: an exit status, `kill`, `oom` (words of torch), `wait`, `vanish` (before anything begins),
+ENDING: an exit status, `kill`, `oom` (with torch's message), `wait`, `vanish` (before the start),
 `stop` (by the health policy, with a bundle of its own).
 """
 
@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 from base.exits import DO_NOT_RETRY
+from base.jsonl import append_line
+from base.run_variables import LAUNCH
 from record import attempts
-from record.records import append_line, record_event
+from record.records import record_event
 
 
 def main() -> None:
@@ -30,9 +32,9 @@ def main() -> None:
     if os.environ["RANK"] == "0" and ending != "vanish":
         folder.mkdir(exist_ok=True)
         (folder / "recipe.yaml").write_text("steps: 9\n")
-        before = attempts.mark(folder)
+        before = attempts.progress_of(folder)
         attempt = attempts.next_number(folder)
-        launch = os.environ[attempts.LAUNCH]
+        launch = os.environ[LAUNCH]
         record_event(folder, "began", attempt=attempt, launch=launch, after_step=before.saved_step)
         for n in range(before.saved_step + 1, step + 1):
             append_line(folder / "metrics.jsonl", {"segment": 0, "step": n, "attempt": attempt})
