@@ -80,9 +80,10 @@ def measure_with(count: int) -> dict:
     """What rank 0 of `count` ranks measured. Raises UserError where a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": str(max(1, usable() // count))}
+        command = [sys.executable, "-m", "commands.calibrate", "--worker"]
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "commands.calibrate", "--worker", str(rank), str(count), folder],
+                [*command, str(rank), str(count), folder],
                 cwd=ROOT,
                 env=environment,
             )

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import read_ranks
 from plan.choose import FREE, compose_free, given_knobs, tokens_of
@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shown", default="10", help="rows of the ranking")
     parser.add_argument("--picture", default="", help="write an SVG picture to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        name, *words = words_of(options)
+        name, *words = arguments_of(options)
         words += [f"cluster={options.cluster}"] if options.cluster else []
         print("\n".join(answer(name, words, options)))
     except UserError as error:

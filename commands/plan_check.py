@@ -4,8 +4,8 @@
     python -m commands.plan_check --rows other.csv     # other published runs in the same columns
     python -m commands.plan_check --runs "a b"         # your own runs: predicted beside measured
 
-Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured; CURVES=file.svg
-draws the scaling of 7b and 70b.
+Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured,
+CURVES=file.svg the scaling of 7b and 70b.
 """
 
 from __future__ import annotations

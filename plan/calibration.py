@@ -7,8 +7,8 @@
         decoders     [[layers, hidden, ffn, heads, tokens, seq, vocab, seconds], ...] of a real pass
 
 Rule: everything is measured while all ranks of the machine work, so cores, caches and links that
-they share are in the numbers. What a pass takes beyond its products is put on its memory-bound work.
-Units: seconds, bytes, FLOPs.
+they share are in the numbers. What a pass takes beyond its products is put on its memory-bound
+work. Units: seconds, bytes, FLOPs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.errors import UserError
 from base.paths import ROOT
 from plan.machine import Machine
-from recipes.schema import UserError
 
 Table = tuple[tuple[float, float], ...]
 
@@ -115,7 +115,7 @@ def multiple_of(
     rates: Rates, layers: float, hidden: float, ffn: float, heads: float, tokens: float,
     seq: float, vocab: float, seconds: float,
 ) -> float:  # fmt: skip
-    """How many times the least bytes a real pass seems to move, after its products are taken off."""
+    """How many times the least bytes a real pass seems to move, its products taken off."""
     from plan.compute_time import block_s, products_s
     from plan.constants import Constants
     from plan.workload import Job, Shape
