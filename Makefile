@@ -7,7 +7,8 @@
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   HOSTFILE=hosts  INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"
-#   SPARES=1
+#   SPARES=1  CLUSTER=h100  NODES=128  VERSUS="zero=3|zero=1"  JSON=1  PICTURE=plan.svg  GPU_HOURS=10000
+#   MONEY=50000  DAYS=14  ROWS=other.csv  CURVES=scaling.svg
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
 # virtual environment is made in .venv on first use.
@@ -58,11 +59,22 @@ VOCAB ?= 32000
 WORKERS ?=
 CORPUS ?= corpora/sotu
 QUICK ?=
+CLUSTER ?=
+NODES ?=
+VERSUS ?=
+JSON ?=
+PICTURE ?=
+GPU_HOURS ?=
+MONEY ?=
+DAYS ?=
+ROWS ?=
+CURVES ?=
 
 # A misspelt variable would be ignored by make, and another run started than was meant.
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
-	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY
+	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY \
+	CLUSTER NODES VERSUS JSON PICTURE GPU_HOURS MONEY DAYS ROWS CURVES
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -93,7 +105,7 @@ READY := .venv/ready
 READY_FOR_TESTS := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show plan budget plan-check layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
@@ -118,6 +130,17 @@ show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothin
 
 layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
 	@exec "$(PYTHON)" -m commands.layouts $(if $(WORLD),--world "$(WORLD)") $(if $(ALL),--all) "--overrides=$$OVERRIDES" -- "$(RECIPE)"
+
+plan: $(READY) ## which layout, will it fit, how long, how much (CLUSTER= NODES= VERSUS= JSON=1 PICTURE=)
+	@exec "$(PYTHON)" -m commands.plan "--cluster=$$CLUSTER" "--nodes=$$NODES" "--world=$$WORLD" \
+	  "--versus=$$VERSUS" "--picture=$$PICTURE" $(if $(JSON),--json) $(WORDS) "$$RECIPE"
+
+budget: $(READY) ## the best size for GPU_HOURS=, MONEY= or DAYS=, and its plan (CLUSTER= NODES=)
+	@exec "$(PYTHON)" -m commands.budget "--gpu-hours=$$GPU_HOURS" "--money=$$MONEY" "--days=$$DAYS" \
+	  "--nodes=$$NODES" "--cluster=$$CLUSTER" $(WORDS)
+
+plan-check: $(READY) ## the planner against published runs (ROWS=other.csv PICTURE= CURVES=)
+	@exec "$(PYTHON)" -m commands.plan_check "--rows=$$ROWS" "--picture=$$PICTURE" "--curves=$$CURVES"
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
 	@exec "$(PYTHON)" -m commands.dryrun --rank "$(RANK)" $(if $(WORLD),--world "$(WORLD)") "--overrides=$$OVERRIDES" -- "$(RECIPE)"

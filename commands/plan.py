@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
 def answer(name: str, words: list[str], options) -> list[str]:
     """The lines to print. Raises UserError."""
     recipe = compose_free(name, words).recipe
+    machine, assumed = machine_for(recipe)
     world = ranks(options, recipe)
-    machine, assumed = machine_for(recipe, world)
     if options.versus:
         sides = options.versus.split("|")
         if len(sides) != 2:
@@ -88,7 +88,7 @@ def answer(name: str, words: list[str], options) -> list[str]:
 def best_of(name: str, words: list[str], world: int):
     """The best option under some overrides. Raises UserError where none fits."""
     recipe = compose_free(name, words).recipe
-    machine, _ = machine_for(recipe, world)
+    machine, _ = machine_for(recipe)
     fixed = given_knobs(words)
     found = search(recipe, world, machine, [knob for knob in FREE if knob not in fixed])
     winner = found.winner or (found.large[0] if found.large else None)

@@ -17,13 +17,6 @@ from plan.workload import WIDTH, Job
 LIVE = 1e9  # parameters that DeepSpeed keeps gathered: stage3_max_live_parameters of ds_configs/
 
 
-def memory_rate(machine: Machine, constants: Constants) -> float:
-    """Bytes per second that memory-bound work reaches."""
-    if machine.rates is not None:
-        return machine.rates.bytes_per_s
-    return machine.memory_gb_s * 1e9 * constants.hbm_share
-
-
 def hidden_bytes(job: Job) -> float:
     """Bytes of the hidden states of a micro-batch on one context rank."""
     return job.local_tokens * job.shape.hidden_size * WIDTH[job.precision]
@@ -47,8 +40,6 @@ def gather_s(
     """Seconds of an all-gather or reduce-scatter whose larger side has `bytes_`."""
     if size == 1:
         return 0.0
-    if machine.rates is not None:
-        return machine.rates.collective_s(bytes_)
     rate = group_rate(size, stride, machine, constants)
     latency = constants.rank_latency_s * size
     return (size - 1) / size * bytes_ / rate + latency
@@ -71,9 +62,6 @@ def context_s(
     if job.context == 1:
         return 0.0, 0.0
     shape, width = job.shape, WIDTH[job.precision]
-    if machine.rates is not None:  # four exchanges of heads for tokens
-        once = 4 * machine.rates.collective_s(hidden_bytes(job) * job.context)
-        return once, once
     rate = group_rate(job.context, job.tensor, machine, constants)
     key = max(shape.key / job.tensor, shape.width)
     if job.engine.name.startswith("ours"):
@@ -96,8 +84,6 @@ def message_s(job: Job, machine: Machine, constants: Constants) -> float:
     # Megatron sends a part from each tensor rank (Narayanan et al. 2021, 4.1).
     is_spread = job.sequence or not job.engine.is_blocking
     bytes_ = hidden_bytes(job) / (job.tensor if is_spread else 1)
-    if machine.rates is not None:
-        return machine.rates.send_s(bytes_)
     stride = job.tensor * job.context * job.data
     is_near = stride * 2 <= machine.domain
     rate = (machine.link_gb_s if is_near else machine.nic_gb_s) * 1e9
@@ -140,8 +126,6 @@ def sharding_s(
         if job.engine.shares_weights == "zero3" and held <= LIVE:
             gathers = 1  # what a forward gathered is still there in backward (counted, 0.19.8)
         moved = held * (gathers * WIDTH[job.precision] + summed_bytes(job))
-    if machine.rates is not None:
-        return messages * machine.rates.collective_s(moved / messages)
     rate = group_rate(group, stride, machine, constants)
     seconds = moved * (group - 1) / group / rate
     seconds += messages * constants.rank_latency_s * group
@@ -172,10 +156,8 @@ def end_of_step(
     )
     share = held / size if job.stage else held
     # Adam reads and writes weights in fp32, two moments and the gradient, and writes the weights.
-    per_s = memory_rate(machine, constants)
+    per_s = machine.memory_gb_s * 1e9 * constants.hbm_share
     optimizer = 34 * share / per_s
-    if machine.rates is not None:
-        optimizer = machine.rates.optimizer_s * share
     if size == 1 or job.stage == 3:
         return 0.0, optimizer
     width, summed = WIDTH[job.precision], summed_bytes(job)

@@ -12,7 +12,7 @@ import math
 from functools import lru_cache
 
 from model.cost import blocks_recomputed
-from plan.communication_time import context_s, hidden_bytes, memory_rate, tensor_s
+from plan.communication_time import context_s, hidden_bytes, tensor_s
 from plan.constants import Constants, value
 from plan.machine import Machine
 from plan.workload import WIDTH, Job
@@ -69,8 +69,8 @@ def block_s(job: Job, machine: Machine, constants: Constants) -> dict[str, tuple
 
     attention = attention_s(job, machine, constants)
     spread = t if job.sequence else 1
-    bytes_ = WIDTH[job.precision] * n * bytes_multiple(job, machine, constants)
-    per_s = memory_rate(machine, constants)
+    bytes_ = WIDTH[job.precision] * n * bytes_multiple(job, constants)
+    per_s = machine.memory_gb_s * 1e9 * constants.hbm_share
     rotary = (shape.query / t + key) if not shape.positions else 0
     forward_elements = 10 * hidden / spread + (3 if shape.is_gated else 2) * ffn / t + 2 * rotary
     backward_elements = 8 * hidden / spread + (5 if shape.is_gated else 3) * ffn / t + 2 * rotary
@@ -97,8 +97,6 @@ def block_s(job: Job, machine: Machine, constants: Constants) -> dict[str, tuple
 
 def sustained_tflops(machine: Machine, constants: Constants) -> float:
     """What matrix products of a step reach on this GPU when they are large."""
-    if machine.is_measured:
-        return machine.matmul_tflops
     if machine.calibrated:
         return getattr(constants, f"matmul_{machine.calibrated}")
     # As on H100, what a step sustains of a matmul alone.
@@ -109,9 +107,6 @@ def products_s(
     tokens: float, k: float, width: float, machine: Machine, constants: Constants
 ) -> tuple[float, float]:
     """(forward, backward) seconds of `tokens` x k times k x width; backward has two products."""
-    if machine.rates is not None:
-        once = machine.rates.product_s(2.0 * tokens * k * width)
-        return once, 2 * once
     rate = sustained_tflops(machine, constants) * 1e12
     sizes = round(tokens), round(k), round(width)
     args = (machine.multiprocessors, constants.contraction)
@@ -144,9 +139,6 @@ def attention_s(job: Job, machine: Machine, constants: Constants) -> tuple[float
     """(forward, backward) seconds of the core of attention in one block, causal half counted."""
     shape, n = job.shape, job.local_tokens
     forward = 2.0 * n * job.seq_len * shape.query / job.tensor  # FLOPs: two products, half a square
-    if machine.rates is not None:  # masked attention on the CPU: whole squares
-        once = machine.rates.product_s(2 * forward)
-        return once, 2.5 * once
     rate = sustained_tflops(machine, constants) * 1e12
     if job.engine.attention:
         kernel = rate * value(constants, job.engine.attention)
@@ -160,7 +152,7 @@ def attention_s(job: Job, machine: Machine, constants: Constants) -> tuple[float
         return seconds, ATTENTION_BACKWARD * seconds
     # Unfused: full squares, and every score goes through memory several times.
     scores = n * job.seq_len * shape.num_attention_heads / job.tensor
-    per_s = memory_rate(machine, constants)
+    per_s = machine.memory_gb_s * 1e9 * constants.hbm_share
     one, two = (
         products_s(job.seq_len, shape.width, job.seq_len, machine, constants)
         if machine.multiprocessors > 1
@@ -172,15 +164,10 @@ def attention_s(job: Job, machine: Machine, constants: Constants) -> tuple[float
 
 def launch_s(job: Job, machine: Machine, constants: Constants) -> float:
     """Seconds the host takes to start the kernels of one block, forward and backward."""
-    if machine.rates is not None:  # in the measured passes already
-        return 0.0
     # The share of separate kernels follows how much is fused.
-    multiple = bytes_multiple(job, machine, constants)
-    return constants.layer_launch_s * multiple / constants.bytes_eager
+    eager = constants.layer_launch_s
+    return eager * bytes_multiple(job, constants) / constants.bytes_eager
 
 
-def bytes_multiple(job: Job, machine: Machine, constants: Constants) -> float:
-    """Bytes that elementwise work moves over the least it could."""
-    if machine.rates is not None:
-        return machine.rates.bytes_multiple
+def bytes_multiple(job: Job, constants: Constants) -> float:
     return value(constants, job.engine.bytes_multiple)

@@ -12,7 +12,6 @@ import csv
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from base.errors import UserError
 from base.paths import ROOT
@@ -41,11 +40,6 @@ class Machine:
     calibrated: str = ""  # which sustained rate of `constants` was fitted on it; "" = none
     price_per_hour: float | None = None  # of one GPU
     mtbf_hours: float | None = None  # of one GPU
-    is_measured: bool = (
-        False  # rates were measured in a step on this machine, not read from a sheet
-    )
-    base_gib: float = 0.0  # memory of a process before it holds a model, where that is counted
-    rates: Any = None  # plan.calibration.Rates of a measured machine
 
     @property
     def is_newer_than_ampere(self) -> bool:

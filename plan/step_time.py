@@ -18,7 +18,6 @@ from plan.communication_time import (
     end_of_step,
     held_parameters,
     hidden_bytes,
-    memory_rate,
     message_s,
     sharding_s,
     tensor_s,
@@ -70,8 +69,7 @@ def step_time(job: Job, machine: Machine, constants: Constants = DEFAULT) -> Ste
         # A send and a receive each way; the interleaved schedule hides half of them. Megatron
         # hides the bytes behind the next pass, DeepSpeed's engine waits for them.
         messages = 4 if job.virtual == 1 else 2 * job.virtual
-        is_whole = job.engine.is_blocking or machine.rates is not None
-        each = each_message_s if is_whole else constants.message_s
+        each = each_message_s if job.engine.is_blocking else constants.message_s
         steady = messages * job.micro_batches * each
     data_s, optimizer_s = end_of_step(job, machine, constants, once + bubble)
     seconds = sum(total.values()) + bubble + steady + data_s + optimizer_s
@@ -125,11 +123,11 @@ def _micro_batch(
         n, width = job.local_tokens, -(-shape.vocab_size // job.tensor)
         head = products_s(n, shape.hidden_size, width, machine, constants)
         terms["matmul"] += sum(head)
-        logits = n * width * 16 * bytes_multiple(job, machine, constants)
-        terms["memory_bound"] += logits / memory_rate(machine, constants)
+        logits = n * width * 16 * bytes_multiple(job, constants)
+        terms["memory_bound"] += logits / (machine.memory_gb_s * 1e9 * constants.hbm_share)
     if has_table or has_head:
         hidden = hidden_bytes(job)
-        terms["memory_bound"] += 6 * hidden / memory_rate(machine, constants)
+        terms["memory_bound"] += 6 * hidden / (machine.memory_gb_s * 1e9 * constants.hbm_share)
         ends = has_table + has_head
         terms["tensor"] += ends * tensor_s(job, machine, constants, hidden)
     # What each micro-batch reads and writes per parameter: sums of gradients, copies.
@@ -138,7 +136,7 @@ def _micro_batch(
     each = value(constants, job.engine.copies)
     if not is_sharded and job.engine.copies == "shard_copies":
         each = constants.sum_bytes
-    terms["memory_bound"] += held * each / memory_rate(machine, constants)
+    terms["memory_bound"] += held * each / (machine.memory_gb_s * 1e9 * constants.hbm_share)
     terms["data"] = sharding_s(job, machine, constants, held, sum(terms.values()))
     # The device waits where the host starts kernels more slowly than they run.
     floor = blocks * launch_s(job, machine, constants)
