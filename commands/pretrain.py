@@ -59,6 +59,7 @@ from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
 from parallel.legal import split_group_problem
+from plan.choose import with_choices
 from recipes.compose import compose_command
 from recipes.schema import Recipe
 from record.alerts import AlertSender
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
         place = read_place(options)
         arguments = arguments_of(options)
         if options.check:
-            check(arguments, ranks or 1)
+            check(chosen(arguments, ranks or 1), ranks or 1)
             return 0
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
@@ -129,6 +130,7 @@ def start_here(arguments: list[str], ranks: int, once: bool) -> int:
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
     if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
         raise UserError(*(f"{line}; unset it" for line in wrong))
+    arguments = chosen(arguments, ranks)
     recipe = check(arguments, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
@@ -176,6 +178,7 @@ def start_across(arguments: list[str], place: Place, nproc: int | None, once: bo
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
     per_host = ranks_per_host([*hosts, *place.spares], nproc)
+    arguments = chosen(arguments, per_host * len(hosts))
     checked = check(arguments, per_host * len(hosts))
     recipe = checked.recipe
     if problem := split_group_problem(recipe, per_host, "NPROC"):
@@ -352,6 +355,14 @@ class Checked:
 
     recipe: Recipe
     checkpoint_gib: float
+
+
+def chosen(arguments: list[str], ranks: int) -> list[str]:
+    """Arguments whose `auto` knobs the plan has chosen, which is reported. Raises UserError."""
+    arguments, lines = with_choices(arguments, ranks, ROOT / "runs")
+    for line in lines:
+        log(line)
+    return arguments
 
 
 def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked:
