@@ -59,7 +59,7 @@ from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
 from parallel.legal import split_group_problem
-from plan.choose import with_choices
+from plan.choose import prediction, with_choices
 from recipes.compose import compose_command
 from recipes.schema import Recipe
 from record.alerts import AlertSender
@@ -132,6 +132,8 @@ def start_here(arguments: list[str], ranks: int, once: bool) -> int:
         raise UserError(*(f"{line}; unset it" for line in wrong))
     arguments = chosen(arguments, ranks)
     recipe = check(arguments, ranks).recipe
+    for line in prediction(recipe, ranks):
+        log(line)
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run)
@@ -181,6 +183,8 @@ def start_across(arguments: list[str], place: Place, nproc: int | None, once: bo
     arguments = chosen(arguments, per_host * len(hosts))
     checked = check(arguments, per_host * len(hosts))
     recipe = checked.recipe
+    for line in prediction(recipe, per_host * len(hosts)):
+        log(line)
     if problem := split_group_problem(recipe, per_host, "NPROC"):
         raise UserError(problem)
     environment = passed(os.environ, place.named)

@@ -18,9 +18,9 @@ import yaml
 from base.errors import UserError
 from base.units import GIB
 from model.cost import num_parameters
-from plan.explanation import speed_range
+from plan.explanation import is_calibrated, speed_range
 from plan.recipe_jobs import machine_for
-from plan.search import Option, confirmed, search
+from plan.search import Option, confirmed, option_of, search, stage_of
 from recipes.compose import Composed, compose
 from recipes.schema import Recipe
 from runtime.ds_config.merge import ds_problems
@@ -79,7 +79,7 @@ def with_choices(arguments: list[str], world: int, runs: Path) -> tuple[list[str
             f" {machine.gpu}; `make plan RECIPE={names[0]} WORLD={world}` shows what is missing"
         )
     chosen = overrides_of(confirmed(winner, world), free)
-    return [*others, *chosen], promise(winner, chosen)
+    return [*others, *chosen], [f"chosen by the plan: {' '.join(chosen)}"]
 
 
 def kept_choice(recipe: Recipe, free: Sequence[str], world: int, runs: Path) -> list[str]:
@@ -108,14 +108,24 @@ def overrides_of(option: Option, free: Sequence[str]) -> list[str]:
     return [word for knob in free for word in found[knob]]
 
 
-def promise(option: Option, chosen: Sequence[str]) -> list[str]:
-    """What was chosen, and what is predicted of it."""
+def prediction(recipe: Recipe, world: int) -> list[str]:
+    """A line with the predicted speed and memory; [] where the cluster's GPU is not known."""
+    try:
+        machine, _ = machine_for(recipe)
+        return [predicted_line(option_of(recipe, world, stage_of(recipe), machine))]
+    except UserError:
+        return []
+
+
+def predicted_line(option: Option) -> str:
+    """Predicted speed and memory of one layout."""
     low, high = (speed / option.job.world for speed in speed_range(option))
-    return [
-        f"chosen by the plan: {' '.join(chosen)}",
-        f"predicted: {low:,.0f} to {high:,.0f} tokens/s per GPU, {option.memory.peak / GIB:.1f} GiB"
-        f" of {option.machine.memory_gib:g} ({option.state}); others: make plan",
-    ]
+    mark = "" if is_calibrated(option) else " (not calibrated)"
+    return (
+        f"predicted: {low:,.0f} to {high:,.0f} tokens/s per GPU{mark},"
+        f" {option.memory.peak / GIB:.1f} GiB of {option.machine.memory_gib:g} ({option.state});"
+        " make plan explains it"
+    )
 
 
 def tokens_of(recipe: Recipe) -> float:

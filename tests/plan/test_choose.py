@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
 
 from base.errors import UserError
-from plan.choose import with_choices
+from plan.choose import prediction, with_choices
 from recipes.compose import compose
 
 GPU = "cluster.gpu=A100-80GB"
@@ -30,8 +31,7 @@ def test_every_knob_can_be_chosen_alone_or_together_and_what_is_given_is_kept(tm
         assert not [word for word in found if word.endswith("=auto")]
         recipe = compose("tiny", found[1:]).recipe
         assert recipe.seed == 7
-        assert lines[0].startswith("chosen by the plan: ")
-        assert "tokens/s per GPU" in lines[1]
+        assert lines == [f"chosen by the plan: {' '.join(found[3:])}"]
 
 
 def test_a_run_keeps_its_choice_on_as_many_ranks_unless_it_starts_afresh(tmp_path):
@@ -55,3 +55,13 @@ def test_what_cannot_be_chosen_is_refused(tmp_path):
         with_choices(["recipe=tiny", "zero=auto"], 4, tmp_path)
     with pytest.raises(UserError, match="no legal choice fits 8 ranks"):
         with_choices(["recipe=70b", "cluster.gpu=A100-40GB", "zero=auto"], 8, tmp_path)
+
+
+def test_a_start_prints_what_is_predicted_where_the_gpu_is_known():
+    (line,) = prediction(compose("7b", ["cluster=h100", "zero=3"]).recipe, 32)
+    assert re.fullmatch(
+        r"predicted: [\d,]+ to [\d,]+ tokens/s per GPU \(not calibrated\), [\d.]+ GiB of 80"
+        r" \(fits\); make plan explains it",
+        line,
+    )
+    assert prediction(compose("tiny", []).recipe, 1) == []
