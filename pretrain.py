@@ -35,6 +35,7 @@ from base.lossy_output import make_lossy
 from base.paths import ROOT
 from checkpoint.comm import RankComm, broadcast, together
 from checkpoint.load.outside_weights import same_everywhere
+from checkpoint.load.rank_views import same_listing
 from checkpoint.save.interval import is_due
 from data.stream.schedule import schedule_of
 from data.stream.stream import StepData, open_stream
@@ -45,7 +46,7 @@ from record.heartbeat import HEART
 from record.requests import REQUESTS, AskedEarly, Ending
 from record.resuming import data_of, left_behind, standing
 from runtime.engine.batches import to_device
-from runtime.engine.build_engine import build
+from runtime.engine.build_engine import build, check_kernels
 from runtime.engine.communication import Counter
 from runtime.engine.engine import untrained
 from runtime.engine.learning_rate import learning_rate
@@ -64,6 +65,7 @@ from runtime.starting import (
     health_monitor_of,
     open_record,
     origin_of,
+    record_finished,
     report_finished,
     restore,
 )
@@ -73,8 +75,9 @@ from runtime.telemetry import Telemetry
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
-        run = prepare(arguments)
-        return FINISHED if run is None else train(run)
+        with HEART.reporting(Rewound):
+            run = prepare(arguments)
+            return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
@@ -106,7 +109,8 @@ def prepare(arguments: list[str]) -> Run | None:
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    warnings = [*composed.warnings, *resolved.warnings, *stream.check(resolved.last_step)]
+    checked = stream.check(resolved.last_step, recipe.eval_tokens)
+    warnings = [*composed.warnings, *resolved.warnings, *checked]
     warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
@@ -116,11 +120,15 @@ def prepare(arguments: list[str]) -> Run | None:
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    if recipe.resume != "fresh":
+        same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
         report_finished(recipe, stands.step, resolved.total_steps)
+        record_finished(folder, stands.step, layout.world)
         return None
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
@@ -136,7 +144,7 @@ def prepare(arguments: list[str]) -> Run | None:
         saver = Saver(folder, recipe, resolved, stream, engine, ranks, me, lease)
         run = Run(
             recipe, resolved, stream, place.data, held_out, folder, me, engine, ranks, lease, saver,
-            None, label, stands.changes, [*warnings, *notes], counter,
+            None, label, stands.changes, [*warnings, *stands.notes, *notes], counter,
         )  # fmt: skip
         if stands.step:
             restore(run)
@@ -155,14 +163,14 @@ def train(run: Run) -> int:
         if run.process.is_first:
             record = open_record(run)
             run.saver.tell, run.saver.sync_record = record.report, record.sync
-        with run.saver:  # a save in flight ends first
+        with run.saver, HEART.reporting(Rewound):  # a save in flight ends first
             telemetry = Telemetry(run, record)
             REQUESTS.begin(run.folder, run.recipe.cluster.timeout_s)
             monitor = health_monitor_of(run)
             last = loop(run, telemetry, monitor)
             return finish(run, record, telemetry, monitor, last)
-    except (UserError, OSError, KeyboardInterrupt) as error:
-        if record:
+    except BaseException as error:
+        if record and not isinstance(error, Rewound):
             record.ended(error)
         raise
     finally:

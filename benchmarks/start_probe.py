@@ -129,7 +129,7 @@ def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
 
 def stop_after_first_line(timeline: Timeline) -> None:
     """Save the timeline when the first step has been printed."""
-    record, name = find("runtime.log.rank0_record", "RunRecord.write")
+    record, name = find("runtime.log.rank0_record", "RunRecord._write")
     write = getattr(record, name)
 
     def first_write(*arguments: Any) -> None:

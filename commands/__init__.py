@@ -23,9 +23,10 @@ recipes.py                 the recipes with size, length and axes, from the same
 replay.py                  a suspicious step again, twice, from the same state and batch, comp
 reproduce.py               train a run again from its record alone, and compare every number
 rewind.py                  take a run back to one of its checkpoints, and leave out data steps
+runs.py                    all runs, one line each
 sample.py                  `python -m commands.sample RUN --prompt TEXT`: text from a checkpoi
 show.py                    what a recipe would do on a number of ranks
-status.py                  what a run is doing now, or how it ended and what comes next
+status.py                  what a run is doing now, or how it ended, and the next command
 stop.py                    asks a run to save and end, and waits until it has
 tensorboard.py             TensorBoard on all runs, or on one run or comparison
 tokenizer.py               train a byte-level BPE tokenizer

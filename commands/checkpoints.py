@@ -2,11 +2,11 @@
 
     step  segment  size  ranks  age  verified  val loss  skipped  tags             layout
 
-Rule: it reads only manifests and sizes; `make verify` reads every byte. `verified` is how much was
-read back when the checkpoint was saved, `val loss` the newest validation loss since the save
-before, `skipped` the number of steps since then that did not change the weights. Tags: best (lowest
-validation loss of those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (a
-rewind left it behind). Exit status 0, 1 when one is damaged, 93 when there is no such run.
+It looks at manifests and sizes only; `make verify` reads the bytes. `verified` says how much was
+read back at the save. `val loss` is the newest one since the save before, with its step where that
+is another one; `skipped` is how many steps did not move the weights since then. Tags: best (lowest
+validation loss of those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the
+run was rewound to before it). Exit status 0, 1 when one is damaged, 93 when there is no such run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from base.errors import UserError
 from base.exits import FAILED, FINISHED
 from base.units import MIB
 from checkpoint.format.blocks import Damaged
-from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
+from checkpoint.format.manifest import NAME, all_committed, read_manifest, run_with_checkpoints
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import verify
 from checkpoint.save.retention import best
@@ -49,6 +49,8 @@ def row(
     if every and step % every == 0:
         tags = ["permanent", *tags]
     loss, skipped = health.get("val_loss"), health.get("skipped_since_save")
+    val_step = health.get("val_step")
+    measured_at = "" if val_step in (None, step) else f" (step {val_step})"
     cells = [
         str(step),
         str(segment),
@@ -56,7 +58,7 @@ def row(
         str(manifest.world),
         age,
         "damaged" if problems else knobs.get("verify", "?"),
-        "-" if loss is None else f"{loss:.4f}",
+        "-" if loss is None else f"{loss:.4f}{measured_at}",
         "-" if skipped is None else str(skipped),
         " ".join(tags) or "-",
         ", ".join(f"{key} {layout[key]}" for key in AXES if key in layout),
@@ -78,10 +80,8 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="commands.checkpoints", description="checkpoints of a run")
     parser.add_argument("run", help="run folder, or its name under runs/")
     name = parser.parse_args(arguments).run
-    run = folder_with_checkpoints(name)
-    if run is None:
-        return refuse(UserError(f"RUN={name}: no run with checkpoints here or under runs/"))
     try:
+        run = run_with_checkpoints(name)
         current = lineage_of(run)
     except UserError as error:
         return refuse(error)

@@ -39,17 +39,17 @@ def main(arguments: Sequence[str]) -> int:
     add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        name, *words = arguments_of(options)
-        words += [f"cluster={options.cluster}"] if options.cluster else []
-        print("\n".join(answer(name, words, options)))
+        name, *overrides = arguments_of(options)
+        overrides += [f"cluster={options.cluster}"] if options.cluster else []
+        print("\n".join(answer(name, overrides, options)))
     except UserError as error:
         return refuse(error)
     return 0
 
 
-def answer(name: str, words: list[str], options) -> list[str]:
+def answer(name: str, overrides: list[str], options) -> list[str]:
     """The lines to print. Raises UserError."""
-    recipe = compose_free(name, words).recipe
+    recipe = compose_free(name, overrides).recipe
     machine, assumed = machine_for(recipe)
     world = ranks(options, recipe)
     if options.versus:
@@ -59,9 +59,9 @@ def answer(name: str, words: list[str], options) -> list[str]:
                 f"VERSUS={options.versus!r}: give two sets of overrides with one | between them,"
                 ' such as VERSUS="zero=3|parallel.tensor=2 zero=1"'
             )
-        pair = [best_of(name, [*words, *side.split()], world) for side in sides]
+        pair = [best_of(name, [*overrides, *side.split()], world) for side in sides]
         return versus(*pair)
-    fixed = given_knobs(words)
+    fixed = given_knobs(overrides)
     free = [knob for knob in FREE if knob not in fixed]
     found = search(recipe, world, machine, free)
     winner = found.winner
@@ -79,17 +79,17 @@ def answer(name: str, words: list[str], options) -> list[str]:
     lines = report(found, winner, assumed, tokens, int(options.shown))
     hosts = -(-world // machine.gpus_per_node)
     place = f"NPROC={world}" if hosts == 1 else f"HOSTFILE=hosts NPROC={machine.gpus_per_node}"
-    other = " ".join(word for word in words if word.partition("=")[0] not in fixed)
+    other = " ".join(word for word in overrides if word.partition("=")[0] not in fixed)
     overrides = f"{other} {winner.knobs}".strip()
     lines += ["", "run it", f'  make pretrain RECIPE={name} {place} OVERRIDES="{overrides}"']
     return lines
 
 
-def best_of(name: str, words: list[str], world: int):
+def best_of(name: str, overrides: list[str], world: int):
     """The best option under some overrides. Raises UserError where none fits."""
-    recipe = compose_free(name, words).recipe
+    recipe = compose_free(name, overrides).recipe
     machine, _ = machine_for(recipe)
-    fixed = given_knobs(words)
+    fixed = given_knobs(overrides)
     found = search(recipe, world, machine, [knob for knob in FREE if knob not in fixed])
     winner = found.winner or (found.large[0] if found.large else None)
     if winner is None:

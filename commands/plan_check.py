@@ -3,8 +3,8 @@
     python -m commands.plan_check                      # ours, each family predicted without itself
     python -m commands.plan_check --rows other.csv     # other published runs in the same columns
 
-Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured,
-CURVES=file.svg the scaling of 7b and 70b.
+Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured;
+CURVES=file.svg draws the scaling of 7b and 70b.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from launch.budget import Budget
 from launch.ranks.outcome import cause_of, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import StopSignals
-from record.attempts import Attempt, RankEnd
+from record.attempts import Attempt, RankEnd, with_failure
+from record.failure import Failure
 from record.supervisor_log import SupervisorLog
 
 LOOK_S = 0.5
@@ -132,18 +133,20 @@ def not_started(error: OSError | UserError) -> Attempt:
 
 
 def judged(attempt: Attempt, stopped_by: int | None) -> Attempt:
-    """The attempt with its cause, and with the rank and host that failed first."""
+    """The attempt with its cause, and with rank, host and exception of the first failure."""
     attempt = replace(attempt, cause=cause_of(attempt.ends, stopped_by))
     first = first_failure(attempt.ends)
     if first is None:
         return attempt
-    return replace(
+    attempt = replace(
         attempt,
         rank=None if first.is_lost else first.rank,
         host=first.host or None,
         phase=first.phase,
         why=first.hung,
     )
+    failure = Failure.from_dict(first.error) if first.error and first.status > 0 else None
+    return with_failure(attempt, failure)
 
 
 def await_record(

@@ -7,7 +7,9 @@ Rule: a function that is a collective says so; every rank calls it, in the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 
 from base.errors import Shared, UserError
 from base.paths import ROOT
@@ -24,7 +26,8 @@ from data.stream.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import recipe_yaml
 from recipes.schema import Recipe
-from record import environment, history
+from record import environment, history, run_folder
+from record.attempts import record_nothing_left
 from record.heartbeat import HEART
 from record.records import LEDGER, make_way
 from record.resuming import compare, read_state
@@ -48,6 +51,16 @@ def report_finished(recipe: Recipe, step: int, total_steps: int) -> None:
         )
 
 
+def record_finished(folder: Path, step: int, world: int) -> None:
+    """Record, on rank 0, that this attempt found the run finished.
+
+    Where another process writes the run now, or the disk is full, nothing is recorded.
+    """
+    if process.launched_rank() == 0:
+        with contextlib.suppress(OSError, UserError), contextlib.closing(run_folder.hold(folder)):
+            record_nothing_left(folder, step, world)
+
+
 def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None, list[str]]:
     """Where the weights of a new run come from, and lines about it; None: drawn at random.
 
@@ -57,8 +70,10 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
         return None, []
     if step:
         return None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
-    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream)
-    return origin, [f"weights from {origin.label}; optimizer, schedule and data start anew"]
+    is_first = process.launched_rank() == 0
+    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream, compare=is_first)
+    text = f"weights from {origin.label}; optimizer, schedule and data start anew"
+    return origin, ["; ".join([text, *origin.notes])]
 
 
 def evaluation_batches(
@@ -167,6 +182,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {resolved.num_parameters:,} parameters,"
         f" {counted(resolved.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
+        *filter(None, [resolved.rounding]),
         resolved.layout.describe(),
         *describe_places(resolved.layout, run.process.local_world),
     ]

@@ -47,7 +47,6 @@ class Telemetry:
             recipe.log.profile, run.folder, me.rank, HEART.around(self._hardware.clock.phase)
         )
         self._sent: dict[str, int] | None = None  # bytes of this step, by kind of collective
-        self._late: Finished | None = None  # the newest step, not yet recorded; rank 0
 
     def start(self) -> None:
         """Begin to measure: the first step begins here."""
@@ -87,9 +86,7 @@ class Telemetry:
         self._ledger.add(data)
         if self.rank0_record is None:
             return
-        if self._late:
-            self.rank0_record.write(self._late)
-        self._late = finished
+        self.rank0_record.add(finished)
         self.rank0_record.hardware(data.step, self._hardware.news())
         if finished.result.skipped or judgement.reason:
             self.rank0_record.bad_step(data, finished.result.skipped, judgement)
@@ -100,8 +97,7 @@ class Telemetry:
         """Record the newest step now, before a checkpoint of it exists; a collective."""
         self._ledger.flush()
         if self.rank0_record:
-            self.rank0_record.write(self._late)
-            self._late = None
+            self.rank0_record.flush()
 
     def close(self) -> None:
         """Stop observing the hardware."""

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from base.redaction import secret_values
@@ -29,6 +29,7 @@ from launch.ranks.shutdown import Shutdown
 from launch.ranks.watchdog import LOOK_S, Hung, Watchdog, state_of
 from recipes.schema import Watch
 from record.attempts import RankEnd
+from record.failure import failure_in
 
 GRACE_S = 30.0  # from a request to stop to SIGKILL, where the recipe does not say
 # Before the first step there is nothing to save, and a rank may wait for others in C.
@@ -256,6 +257,12 @@ class LocalRanks:
     def _end_of(self, rank: RankProcess, status: int, last: tuple[str, ...]) -> RankEnd:
         """How a rank ended, with what is known of its last moments."""
         beat = self._judge.watchdog.last(rank.rank) if self._judge else None
+        failure = self._judge.watchdog.failure(rank.rank) if self._judge else None
+        if failure is None and status > 0:  # it ended before it could report, or no watchdog runs
+            failure = failure_in(last)
+        phase, step = (beat.phase, beat.step) if beat else (None, None)
+        if failure and failure.phase:  # the beat says `end` by now
+            phase, step = failure.phase, failure.step
         hung = self._judge.hung_of(rank.rank) if self._judge else None
         is_killed = status == -signal.SIGKILL and not rank.is_abandoned
         return RankEnd(
@@ -267,12 +274,13 @@ class LocalRanks:
             is_oom=is_killed and oom.kills() > self._oom_kills,
             last=last,
             log=self._logs.path(log_name(rank.rank)),
-            phase=beat.phase if beat else None,
-            step=beat.step if beat else None,
+            phase=phase,
+            step=step,
             hung=str(hung) if hung else None,
             silent_s=hung.silent_s if hung else 0.0,
             stack=hung.stack if hung else (),
             only_waits=hung is not None and hung.only_waits,
+            error=asdict(failure) if failure else None,
         )
 
 

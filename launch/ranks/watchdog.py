@@ -31,6 +31,8 @@ from typing import Any
 
 from base.run_variables import BEATS
 from recipes.schema import Watch
+from record.failure import Failure, read_failure
+from record.heartbeat import FAILURE
 
 LOOK_S = 0.5
 # Between two looks more than this did not pass for a watch that was running.
@@ -157,6 +159,10 @@ class Watchdog:
             if limit_s and heard.silent_s > limit_s:
                 late.append(Hung(rank, heard.beat, heard.silent_s, limit_s))
         return max(late, key=lambda hung: hung.silent_s - hung.limit_s, default=None)
+
+    def failure(self, rank: int) -> Failure | None:
+        """The exception that a rank reported before it ended."""
+        return read_failure(self._path(rank, FAILURE.removeprefix(".")))
 
     def last(self, rank: int) -> Beat:
         """The last beat of a rank, also after its end."""

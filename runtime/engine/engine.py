@@ -15,8 +15,8 @@ step later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class StepResult:
     tokens: int  # positions in the global batch
     targets: int  # positions that have a target
     skipped: bool  # not finite, an outlier, or nothing to be trained: weights did not move
+    # More numbers of the step, by name; rank 0's are recorded. A name with a slash is the tag in
+    # TensorBoard (`router/z_loss`). The record, TensorBoard and comparisons take any of them.
+    scalars: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
 
 def untrained(tokens: int, device: torch.device) -> StepResult:

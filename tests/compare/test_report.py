@@ -28,6 +28,7 @@ from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from data.stream.ledger import Ledger
 from data.stream.schedule import schedule_of
+from launch.hosts.place import add_place
 from recipes.compose import compose, recipe_yaml
 from record import history
 from record.records import read_metrics
@@ -342,7 +343,10 @@ def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_o
     target = history.Target(0, 10, 10)
     history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
 
-    options = argparse.Namespace(run="a", steps="10:15", nproc="1", arguments=[])
+    parser = argparse.ArgumentParser()
+    add_place(parser)
+    given = argparse.Namespace(run="a", steps="10:15", arguments=[])
+    options = parser.parse_args(["--nproc=1"], given)
     command, _ = profile.prepare(options)
     (word,) = [word for word in command if word.startswith("data.skip")]
     assert word == "data.skip.advance=[[3,5],[10,23]]"
@@ -412,3 +416,17 @@ def test_the_profiler_records_only_the_steps_asked_for_and_the_report_adds_up(ma
     assert "| aten::mm | 1 |" in "\n".join(profile.report(seen, "p"))
     assert "matrix products" in "\n".join(profile.terminal(seen))
     assert isinstance(profiler_of(None, place, 0, contextlib.nullcontext), NoProfiler)
+
+
+def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides):
+    for number, run in enumerate(two_sides.sides[0].runs):
+        for line in run.lines:
+            line["scalars"] = {"router/z_loss": line["step"] + number, "gone": None}
+    drawn = tensorboard_pages.curves(two_sides.sides[0])
+    middle = (len(two_sides.sides[0].runs) - 1) / 2
+    assert [line["scalars"] for line in drawn.values()] == [
+        {"router/z_loss": step + middle} for step in drawn
+    ]
+    assert all(
+        "scalars" not in line for line in tensorboard_pages.curves(two_sides.sides[1]).values()
+    )
