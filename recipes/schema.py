@@ -259,9 +259,6 @@ class Cluster:
     price_per_hour: float | None = knob(
         None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
     )
-    calibration: str | None = knob(
-        None, "file that `make calibrate` wrote: the planner uses its rates instead"
-    )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
