@@ -2,9 +2,9 @@
 
 Rule: rank 0 looks at the folder, and all ranks use its answer. Ranks that looked for themselves
 could see different states of a network file system and load different steps. Where rank 0 finds
-damage, other hosts look as well (rank_views.py). A damaged checkpoint is passed over with a message.
-If checkpoints exist but none is whole, that is an error, never a start from step 0. Units: steps,
-bytes.
+damage, other hosts look as well (rank_views.py). A damaged checkpoint is passed over with a
+message. If checkpoints exist but none is whole, that is an error, never a start from step 0. Units:
+steps, bytes.
 """
 
 from __future__ import annotations
