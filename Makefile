@@ -98,7 +98,7 @@ READY := .venv/ready
 READY_FOR_TESTS := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs status events stop goodput checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
@@ -133,8 +133,11 @@ recipes: $(READY) ## the recipes, with size and layout
 knobs: $(READY) ## every knob with unit and meaning (FIND=text)
 	@exec "$(PYTHON)" -m commands.knobs $(if $(FIND),--find "$$FIND")
 
-status: $(READY) ## what RUN is doing now; how it ended, and the next command
-	@exec "$(PYTHON)" -m commands.status "$$RUN"
+runs: $(READY) ## all runs: state, steps, loss, checkpoint, the newest last
+	@exec "$(PYTHON)" -m commands.runs
+
+status: $(READY) ## what RUN (default: the newest run) is doing now; how it ended, and the next command
+	@exec "$(PYTHON)" -m commands.status $(if $(filter RUN,$(GIVEN)),"$$RUN")
 
 events: $(READY) ## what happened in RUN, newest last (KIND=attempt,saved FOLLOW=1)
 	@exec "$(PYTHON)" -m commands.events "$$RUN" "--kind=$$KIND" $(if $(FOLLOW),--follow)
@@ -206,7 +209,7 @@ replay: $(READY) ## a suspicious STEP of RUN again, twice, compared by bits (SEG
 	@exec "$(PYTHON)" -m commands.replay "--step=$$STEP" "--segment=$$SEGMENT" "--nproc=$$NPROC" -- "$$RUN"
 
 tensorboard: $(READY) ## look at runs/, or one RUN or comparison, on http://localhost:PORT
-	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter command,$(origin RUN)),"--run=$$RUN") "--port=$$PORT"
+	@exec "$(PYTHON)" -m commands.tensorboard $(if $(filter RUN,$(GIVEN)),"--run=$$RUN") "--port=$$PORT"
 
 audit: $(READY) ## what RUN trained on, held against its record (STEP= TEXT=1, DOC= TOKENS=, EVERY= SEGMENT=)
 	@exec "$(PYTHON)" -m commands.audit "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(SEGMENT),--segment "$$SEGMENT") $(if $(DOC),--doc "$$DOC") $(if $(TOKENS),"--tokens=$$TOKENS") $(if $(TEXT),--text) $(if $(EVERY),--every "$$EVERY")

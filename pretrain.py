@@ -9,7 +9,7 @@
 The loop is the same for every layout. Step N (from 1) is the N-th update of the weights; its batch
 and its learning rate are functions of N alone. The loss of step N is read after step N+1 has been
 launched, so no step waits for its own. A run whose folder holds a checkpoint goes on from it, under
-whatever layout it is started with.
+the layout that it is started with, which may be another one.
 
 Exit status: 0 finished, or stopped on request; 75 preempted, saved; 76 taken back to an older
 checkpoint, start again; 93 refused, or stopped for good: trying again would not help; 130 Ctrl-C,
@@ -18,10 +18,8 @@ saved (record.requests).
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":  # what follows takes seconds to import
@@ -29,56 +27,57 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
     requests.REQUESTS.listen(is_importing=True)
 
-from base.errors import Shared, UserError
+import torch
+
+from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
-from base.values import counted
+from base.paths import ROOT
 from checkpoint.comm import RankComm, broadcast, together
-from checkpoint.format.blocks import Damaged
-from checkpoint.format.state import restore_random_states
-from checkpoint.lineage import read
-from checkpoint.load.allowed_changes import RecipeChange
-from checkpoint.load.choosing import set_aside
-from checkpoint.load.outside_weights import Origin, read_origin, same_everywhere
+from checkpoint.load.outside_weights import same_everywhere
 from checkpoint.load.rank_views import same_listing
-from checkpoint.load.restoring import Loaded, load
 from checkpoint.save.interval import is_due
-from checkpoint.save.lease import Lease
-from data.stream.collect import LEDGER_EVERY, Collector
-from data.stream.ledger import Ledger
 from data.stream.schedule import schedule_of
-from data.stream.stream import StepData, Stream, open_stream
-from data.stream.windows import Batch
-from parallel.layout import Layout, describe_places, places
-from recipes.compose import compose_command, recipe_yaml
-from recipes.schema import Recipe
-from record import environment, history, run_folder
+from data.stream.stream import StepData, open_stream
+from model.init import initial_weight
+from recipes.compose import compose_command
+from record import run_folder
 from record.heartbeat import HEART
-from record.records import LEDGER, make_way
-from record.requests import REQUESTS, AskedEarly
-from record.resuming import compare, data_of, left_behind, read_state, standing
-from runtime.engine.batches import gather_hashes, to_device
-from runtime.engine.communication import Counter, bytes_by_kind
-from runtime.engine.engine import Engine, build, decoder_config, initial, untrained
+from record.requests import REQUESTS, AskedEarly, Ending
+from record.resuming import data_of, left_behind, standing
+from runtime.engine.batches import to_device
+from runtime.engine.build_engine import build
+from runtime.engine.communication import Counter
+from runtime.engine.engine import untrained
 from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
-from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
+from runtime.health.health_monitor import HealthMonitor
 from runtime.health.recovery import Rewound, recover
-from runtime.log.rank0_record import Finished, RunRecord
-from runtime.monitor.hardware import Hardware
-from runtime.monitor.profiling import profiler_of
+from runtime.log.rank0_record import RunRecord
 from runtime.process import process
-from runtime.resolve import Resolved, resolve
+from runtime.resolve import resolve
+from runtime.run import Run
 from runtime.saving import Saver, Unsaved
-
-ROOT = Path(__file__).resolve().parent
+from runtime.starting import (
+    description,
+    enter_segment,
+    evaluation_batches,
+    health_monitor_of,
+    open_record,
+    origin_of,
+    record_finished,
+    report_finished,
+    restore,
+)
+from runtime.telemetry import Telemetry
 
 
 def main(arguments: list[str]) -> int:
     """Run one command line; returns the exit status."""
     try:
-        run = prepare(arguments)
-        return FINISHED if run is None else train(run)
+        with HEART.reporting(Rewound):
+            run = prepare(arguments)
+            return FINISHED if run is None else train(run)
     except UserError as error:
         process.report(error)
         return DO_NOT_RETRY
@@ -93,33 +92,6 @@ def main(arguments: list[str]) -> int:
     finally:
         HEART.beat("end")
         process.finish()
-
-
-@dataclass
-class Run:
-    """What one rank needs for the loop."""
-
-    recipe: Recipe
-    resolved: Resolved
-    stream: Stream
-    data_rank: int
-    held_out: list[Batch]
-    folder: Path
-    process: process.Process
-    engine: Engine
-    ranks: RankComm  # for checkpoints, beside training's own group
-    lease: Lease | None  # rank 0's right to write the run
-    saver: Saver
-    loaded: Loaded | None
-    origin: str | None  # where the weights of step 0 came from, where it was not chance
-    changes: list[RecipeChange]
-    warnings: list[str]
-    counter: Counter | None  # of communication, where the recipe asks for it
-
-    @property
-    def after_step(self) -> int:
-        """The update that this process goes on from; 0 = from the start."""
-        return self.loaded.step if self.loaded else 0
 
 
 def prepare(arguments: list[str]) -> Run | None:
@@ -153,7 +125,8 @@ def prepare(arguments: list[str]) -> Run | None:
         same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
     if stands.step >= resolved.last_step:
-        say_finished(recipe, stands.step, resolved.total_steps)
+        report_finished(recipe, stands.step, resolved.total_steps)
+        record_finished(folder, stands.step, layout.world)
         return None
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
@@ -164,7 +137,7 @@ def prepare(arguments: list[str]) -> Run | None:
     try:
         if me.is_first:
             HEART.show_in(folder)
-        draw = None if stands.step else origin.draw if origin else initial
+        draw = None if stands.step else origin.draw if origin else initial_weight
         engine = build(recipe, layout, resolved.config, me, draw)
         saver = Saver(folder, recipe, resolved, stream, engine, ranks, me, lease)
         run = Run(
@@ -173,72 +146,12 @@ def prepare(arguments: list[str]) -> Run | None:
         )  # fmt: skip
         if stands.step:
             restore(run)
-        saver.segment = enter_segment(run)
+        saver.state.segment = enter_segment(run)
     except BaseException:
         if lease:
             lease.release()  # no other host is to wait for an attempt that trained nothing
         raise
     return run
-
-
-def say_finished(recipe: Recipe, step: int, total_steps: int) -> None:
-    """A run that has nothing left to do says so and ends well."""
-    if process.launched_rank() == 0:
-        further = "give more steps with allow=[steps]"
-        if step < total_steps:
-            further = f"take stop_after={recipe.stop_after} away ({total_steps} steps are planned)"
-        print(
-            f"run={recipe.run} is finished: it has a checkpoint of step {step}. To train on,"
-            f" {further}; to start again, resume=fresh or another run=NAME"
-        )
-
-
-def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None, list[str]]:
-    """Where the weights of a new run come from, None = chance; and what is to be said of it."""
-    if recipe.init_from is None:
-        return None, []
-    if step:
-        return None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
-    is_first = process.launched_rank() == 0
-    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream, compare=is_first)
-    text = f"weights from {origin.label}; optimizer, schedule and data start anew"
-    return origin, ["; ".join([text, *origin.notes])]
-
-
-def restore(run: Run) -> None:
-    """Fill the engine from the newest whole checkpoint; a collective."""
-    HEART.beat("load")
-    try:
-        run.loaded = load(run.folder, run.engine.fragments(), run.ranks)
-        state = read_state(run.loaded.state, run.loaded.folder)
-        # The manifest that was looked at before may not be the one that was whole.
-        past = read(run.folder)
-        run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
-    except UserError as error:
-        raise Shared(*error.problems) from None
-    damaged = [path for path, _ in run.loaded.damaged]
-    run.warnings += process.first_does(lambda: set_aside(damaged)) or []
-    run.saver.go_on(state)
-    run.engine.after_load(state.optimizer_step)
-    if run.loaded.local is not None:
-        try:
-            restore_random_states(run.loaded.local.get("random", {}), run.process.device)
-        except Damaged as damage:
-            raise UserError(f"{run.loaded.folder}: {damage}") from None
-
-
-def enter_segment(run: Run) -> int:
-    """The segment of the history that this attempt goes on in, the same on all ranks; a
-    collective.
-    """
-    number = process.first_does(lambda: history.begin(run.folder, run.origin, run.after_step))
-    seen = run.ranks.exchange((number, run.stream.skips.fingerprint()), "segment")
-    if len({skips for _, skips in seen}) > 1:
-        raise Shared(
-            f"run={run.recipe.run}: the ranks read different lists of skips from {run.folder}: a"
-            " shared file system that lags; start it again"
-        )
-    return seen[0][0]
 
 
 def train(run: Run) -> int:
@@ -248,10 +161,14 @@ def train(run: Run) -> int:
         if run.process.is_first:
             record = open_record(run)
             run.saver.tell, run.saver.sync_record = record.report, record.sync
-        with run.saver:  # what is in flight ends first
-            return loop(run, record)
-    except (UserError, OSError, KeyboardInterrupt) as error:
-        if record:
+        with run.saver, HEART.reporting(Rewound):  # a save in flight ends first
+            telemetry = Telemetry(run, record)
+            REQUESTS.begin(run.folder, run.recipe.cluster.timeout_s)
+            monitor = health_monitor_of(run)
+            last = loop(run, telemetry, monitor)
+            return finish(run, record, telemetry, monitor, last)
+    except BaseException as error:
+        if record and not isinstance(error, Rewound):
             record.ended(error)
         raise
     finally:
@@ -259,199 +176,128 @@ def train(run: Run) -> int:
             run.lease.release()
 
 
-def loop(run: Run, record: RunRecord | None) -> int:
-    """One turn per step; returns the exit status."""
-    recipe, resolved, engine, me = run.recipe, run.resolved, run.engine, run.process
-    layout, last_step = resolved.layout, resolved.last_step
-    hardware = Hardware(recipe.hardware, layout, me, run.after_step)
-    collector = Collector(
-        record.ledger if record else None,
-        lambda own: gather_hashes(own, me.device),
-        LEDGER_EVERY,
-        [layout.coordinates(rank).data for rank in range(layout.world)],
-        run.stream.skips.fingerprint(),
-    )
-    late: Finished | None = None
-    profiler = profiler_of(
-        recipe.log.profile, run.folder, me.rank, HEART.around(hardware.clock.phase)
-    )
-    REQUESTS.begin(run.folder, recipe.cluster.timeout_s)
-    health_monitor = health_monitor_of(run)
+@dataclass(frozen=True)
+class Decision:
+    """What follows a step, the same on all ranks: a save, the end of this attempt, or neither."""
 
+    step: int
+    saves: bool
+    ending: Ending | None  # somebody asked for it
+    is_last: bool  # no step is left
+
+    @property
+    def ends(self) -> bool:
+        """True where no other step follows in this attempt."""
+        return self.is_last or self.ending is not None
+
+
+def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
+    """Train step after step; returns the decision after the last one of this attempt."""
+    recipe, engine, layout = run.recipe, run.engine, run.resolved.layout
+    steps = range(run.after_step + 1, run.resolved.last_step + 1)
     with run.stream.prefetch(
-        run.after_step + 1, last_step, run.data_rank, layout.data, layout.micro_batch
+        steps.start, steps[-1], run.data_rank, layout.data, layout.micro_batch
     ) as batches:
-        hardware.clock.start()
-        for step in range(run.after_step + 1, last_step + 1):
-            profiler.begin(step)
-            HEART.beat("step", step)
+        telemetry.start()
+        for step in steps:
+            # Batch and learning rate: functions of the step.
+            telemetry.begin(step)
             REQUESTS.send()
-            with profiler.phase("data"):
+            with telemetry.phase("data"):
                 data = next(batches)
-                micro_batches = [to_device(batch, me.device) for batch in data.micro_batches]
-            HEART.beat("step", parts=len(micro_batches))
-            lr = learning_rate(step, recipe.optim, resolved.warmup_steps, resolved.total_steps)
+                micro_batches = [to_device(one, run.process.device) for one in data.micro_batches]
+            lr = learning_rate(
+                step, recipe.optim, run.resolved.warmup_steps, run.resolved.total_steps
+            )
             engine.set_lr(lr)
-            if run.counter:
-                run.counter.take()  # what came before belongs to no step
-            health_monitor.begin(data)
+
+            # Launch the update, and the evaluation where it is due.
+            telemetry.begin_update(len(micro_batches))
+            monitor.begin(data)
             if data.is_update:
                 result = engine.train_step(
-                    micro_batches, data.num_targets, data.num_tokens, profiler.phase,
-                    health_monitor.may_update,
+                    micro_batches, data.num_targets, data.num_tokens, telemetry.phase,
+                    monitor.may_update,
                 )  # fmt: skip
             else:  # data.skip: the step counts, the weights stay
-                result = untrained(data.num_tokens, me.device)
-            sent = bytes_by_kind(run.counter.take()) if run.counter else None
-            val_loss = None
-            if run.held_out and is_due(step, recipe.eval_every, last_step):
-                with profiler.phase("eval"):
-                    val_loss = engine.evaluate(
-                        to_device(batch, me.device) for batch in HEART.each(run.held_out)
-                    )
-                run.saver.evaluated = (step, val_loss)
-            finished = Finished(data, lr, result, hardware.clock.finish(), val_loss, sent)
-            profiler.end(step)
-            hardware.step(step, finished.span)
+                result = untrained(data.num_tokens, run.process.device)
+            telemetry.end_update()
+            val_loss = evaluate(run, step, telemetry)
+            finished = telemetry.end(data, lr, result, val_loss)
 
+            # Record the step before: by now the device has its loss.
             if run.lease:
-                run.lease.confirm()  # before this step goes on record
-            collector.add(data)
-            if record:
-                if late:
-                    record.write(late)
-                late = finished
-                record.hardware(step, hardware.news())
-                if result.skipped or health_monitor.judgement.reason:
-                    record.bad_step(data, result.skipped, health_monitor.judgement)
-                if data.quarantined:
-                    record.quarantined(data)
-            ending = REQUESTS.answer(step == last_step)
-            run.saver.poll()
-            is_saved = run.saver.is_due(step, ending is not None and ending.saves)
-            if health_monitor.is_sick or is_saved or ending or step == last_step:
-                # What a checkpoint vouches for is on record before it exists.
-                collector.flush()
-                if record:
-                    record.write(late)
-                    late = None
-            if health_monitor.is_sick:
-                leave_sick(run, data, health_monitor, record)
-            if is_saved:
-                with profiler.phase("save"):
-                    run.saver.save(step, health_monitor.health.as_dict())
-            if ending:
-                break
+                run.lease.confirm()  # before anything of this step is recorded
+            telemetry.record(finished, monitor.judgement)
+
+            # Save, or end.
+            decision = decide(run, step)
+            if monitor.is_sick or decision.saves or decision.ends:
+                telemetry.flush()  # a checkpoint vouches for the record of its step
+            if monitor.is_sick:
+                leave_sick(run, data, monitor, telemetry.rank0_record)
+            if decision.saves:
+                with telemetry.phase("save"):
+                    run.saver.save(step, monitor.health.as_dict())
+            if decision.ends:
+                return decision
+    raise AssertionError(f"there is no step after step {run.after_step}")
+
+
+def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
+    """The validation loss after `step` where it is due, still on its way from the device."""
+    if not run.held_out or not is_due(step, run.recipe.eval_every, run.resolved.last_step):
+        return None
+    with telemetry.phase("eval"):
+        val_loss = run.engine.evaluate(
+            to_device(batch, run.process.device) for batch in HEART.each(run.held_out)
+        )
+    run.saver.state.evaluated = (step, val_loss)
+    return val_loss
+
+
+def decide(run: Run, step: int) -> Decision:
+    """What follows `step`, by the requests of all ranks and the schedule of saves."""
+    is_last = step == run.resolved.last_step
+    ending = REQUESTS.answer(is_last)
+    run.saver.poll()
+    saves = run.saver.is_due(step, ending is not None and ending.saves)
+    return Decision(step, saves, ending, is_last)
+
+
+def finish(
+    run: Run, record: RunRecord | None, telemetry: Telemetry, monitor: HealthMonitor, last: Decision
+) -> int:
+    """End the attempt after its last step; a collective. Returns the exit status.
+
+    Raises Unsaved where the last step of the run is in no checkpoint.
+    """
     HEART.beat("end")
-    if is_saved and not ending:
-        unsaved, ending = run.saver.last(step, health_monitor.health.as_dict(), REQUESTS.now)
+    step, ending = last.step, last.ending
+    if last.saves and not ending:
+        unsaved, ending = run.saver.last(step, monitor.health.as_dict(), REQUESTS.now)
     else:
         unsaved = run.saver.drain()
-    hardware.close()
-    if unsaved and is_saved and not ending:
+    telemetry.close()
+    if unsaved and last.saves and not ending:
         raise Unsaved(f"the last step, {step}, is trained and not saved: {unsaved}")
     peaks = run.ranks.exchange(peak_gib(), "peak memory")
     if record:
-        cause = ending.cause if ending else "finished"
-        record.close(cause, step=step, is_saved=is_saved and not unsaved, peak_memory_gib=peaks)
+        cause, is_saved = ending.cause if ending else "finished", last.saves and not unsaved
+        record.close(cause, step=step, is_saved=is_saved, peak_memory_gib=peaks)
         REQUESTS.done()
     return ending.status if ending else FINISHED
 
 
 def leave_sick(
-    run: Run, data: StepData, health_monitor: HealthMonitor, record: RunRecord | None
+    run: Run, data: StepData, monitor: HealthMonitor, record: RunRecord | None
 ) -> NoReturn:
     """End this attempt after a step that no skip can cure: the run goes back, or stops."""
     health = run.recipe.health
     HEART.beat("end")
     run.saver.drain()  # it may be what is gone back to
-    process.first_does(lambda: recover(run.folder, data, health_monitor.judgement, health, record))
+    process.first_does(lambda: recover(run.folder, data, monitor.judgement, health, record))
     raise Rewound
-
-
-def health_monitor_of(run: Run) -> HealthMonitor:
-    """What judges the steps of this attempt, from where the checkpoint left it; a collective."""
-    return HealthMonitor(
-        run.recipe,
-        run.resolved.warmup_steps,
-        run.stream.schedule.sequences_at,
-        run.loaded.state["health"] if run.loaded else None,
-        rewinds_by_policy(run.folder, run.ranks),
-        is_changed=any(change.treatment == "deliberate" for change in run.changes),
-    )
-
-
-def evaluation_batches(
-    recipe: Recipe, layout: Layout, stream: Stream, data_rank: int
-) -> list[Batch]:
-    """One rank's held-out micro-batches, the same at every evaluation; none with eval_tokens=0."""
-    if recipe.eval_tokens == 0:
-        return []
-    return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
-
-
-def description(recipe: Recipe, resolved: Resolved) -> dict[str, str | dict]:
-    """The documents of the run folder that say what the run is."""
-    return {
-        "recipe.yaml": recipe_yaml(recipe),
-        "layout.json": resolved.layout.as_dict() | {"places": places(resolved.layout)},
-        "ds_config.json": resolved.config,
-    }
-
-
-def open_record(run: Run) -> RunRecord:
-    """Rank 0's record of this attempt, after telling what is about to happen."""
-    make_way(run.folder / LEDGER)
-    record = RunRecord(
-        run.folder,
-        run.recipe,
-        run.resolved,
-        run.process,
-        Ledger(run.folder / "ledger", run.after_step, run.saver.segment),
-        run.stream.tokens_after,
-        run.after_step,
-        run.saver.segment,
-    )
-    record_conditions(run)
-    deliberate = [change for change in run.changes if change.treatment == "deliberate"]
-    history.overrides(run.folder, deliberate, run.after_step)
-    record.log(banner(run))
-    if run.loaded:
-        record.resumed(run.loaded, run.changes)
-    return record
-
-
-def record_conditions(run: Run) -> None:
-    """Under which conditions this attempt trains, in environment.json."""
-    conditions = environment.environment(ROOT, run.process.device) | {
-        "layout": run.resolved.layout.as_dict(),
-        "recipe": dataclasses.asdict(run.recipe),
-    }
-    environment.record(run.folder, conditions, run.saver.segment, run.after_step)
-
-
-def banner(run: Run) -> list[str]:
-    """What is about to happen, for a person."""
-    recipe, resolved = run.recipe, run.resolved
-    sequences = run.stream.schedule.sequences_at(1)
-    lines = [
-        f"{recipe.run}: {resolved.num_parameters:,} parameters,"
-        f" {counted(resolved.total_steps, 'step')} of"
-        f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
-        resolved.layout.describe(),
-        *describe_places(resolved.layout, run.process.local_world),
-    ]
-    if recipe.seq_len_warmup:
-        pieces = [f"{length} from data step {step}" for step, length in recipe.seq_len_warmup]
-        lines.append(f"sequences are cut to {', '.join(pieces)}")
-    for use in run.stream.usage(resolved.last_step):
-        rest = f" (the last {use.dropped:,} fill no window)" if use.dropped else ""
-        lines.append(
-            f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
-        )
-    lines += history.describe(read(run.folder))
-    lines += [f"warning: {warning}" for warning in run.warnings]
-    return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""What every process needs: errors, exact values, files that last, the command line.
+"""What every process needs: errors, exact values, files that survive a power cut, the command line.
 
-command_line.py            What the commands have in common: their words, and how they refuse
-cores.py                   How many cores this process may use: those it is bound to, and the
-durable.py                 Files and names that are there after a power cut, or not at all
-errors.py                  Errors that a user can put right
-exits.py                   How the Python entries end: what an exit status asks of whoever sta
-lossy_output.py            Standard output and error of a process that outlives whoever reads
+command_line.py            Arguments that all commands take, and how they refuse
+cores.py                   CPU cores and open files that this process may use
+durable.py                 Files and names that a power cut leaves whole or absent
+errors.py                  UserError: what a user can put right
+exits.py                   Exit statuses of the run and of all commands
+jsonl.py                   Lines of JSON with digests: the files of a run that grow
+lossy_output.py            Standard output that a closed terminal or a full disk cannot break
+parent_death.py            A signal for this process when its parent dies
 paths.py                   Folders of this checkout
-redaction.py               Takes secrets out of whatever is written down or sent: values of se
-strict_json.py             Reads a JSON file by one strict rule: RFC 8259, UTF-8 without byte-
-table.py                   Rows of text in aligned columns, for the commands that print
-tail.py                    Lines of a file from its end: what is newest of a record costs the
-units.py                   Units of memory and time, and how a person reads them
-values.py                  What a person gave: read exactly, or refused with what is wrong
-parent_death.py            Asks the kernel for a signal when the parent process ends
-run_variables.py           Environment variables through which the launcher speaks to ranks
+redaction.py               Removal of secrets from whatever is written or sent
+run_variables.py           Environment variables from the launcher to its ranks
+strict_json.py             A JSON file, read strictly
+table.py                   Aligned columns and counts for people
+tail.py                    Lines of a file from its end
+units.py                   Units of memory and time
+values.py                  Exact reading of what a person gave, and the declaration of knobs
 """

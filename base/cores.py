@@ -1,8 +1,8 @@
-"""How many cores this process may use: those it is bound to, and the quota of its control groups;
-and how many files it may have open.
+"""The CPU cores and the number of open files that this process may use.
 
-A container of two cores on a machine of 64 sees 64 of them, and a thread for each would be slowed
-down by the kernel. The one rule: the smallest limit on the way up counts. Imports no torch.
+A container of two cores on a machine of 64 sees 64 of them, and the kernel would slow down a thread
+for each. So the cores that the process is bound to and the quota of each control group above it are
+read, and the smallest limit counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ OPEN_FILES = 2**16
 
 
 def allow_open_files() -> None:
-    """Use what this process, and those it starts, may be allowed. The usual 1,024 are not enough:
-    gloo holds a socket to every other rank in each group that spans all of them, and there are
-    three; the launcher has three pipes to each host."""
+    """Raise the limit of open files of this process and of those that it starts.
+
+    The usual 1,024 are not enough: gloo holds a socket to every other rank in each of the three
+    groups that span all ranks, and the launcher has three pipes to each host.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -30,14 +32,14 @@ def allow_open_files() -> None:
 
 
 def usable(root: Path = ROOT) -> int:
-    """At least 1; a share of a core counts as one."""
+    """Number of CPU cores, at least 1; a part of a core counts as one."""
     bound = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas(root))]))
 
 
 def quotas(root: Path) -> Iterator[float]:
-    """Cores that each control group above this process allows."""
+    """The number of cores that each control group above this process allows."""
     groups = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -53,7 +55,7 @@ def quotas(root: Path) -> Iterator[float]:
 
 
 def quota_of(folder: Path) -> Iterator[float]:
-    """The quota of one group of version 2 or 1, where it has one."""
+    """The quota of one control group (version 2 or 1), in cores; nothing where it has none."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         yield int(quota) / int(period)  # "max" is none

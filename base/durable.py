@@ -1,7 +1,7 @@
-"""Files and names that are there after a power cut, or not at all.
+"""Durable files: after a power cut a file is there whole under its name, or it is not there.
 
-The one rule: content reaches the disk before the name that makes it count, and the name before
-anything that relies on it. No torch.
+Rule: content reaches the disk before the name that makes it valid, and the name reaches the disk
+before anything that relies on it. No torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a small file in place whole, over an older one of that name. Raises OSError."""
+    """Write a small file whole, replacing an older one of that name. Raises OSError."""
     new = path.with_name(f".{path.name}.new")
     with open(new, "wb") as file:
         file.write(data)

@@ -1,15 +1,14 @@
 """Errors that a user can put right.
 
 Messages have one line for each problem: the knob, its value, the rule and the way out. Commands
-print
-them as `refused: ...` (base.command_line) and end with one exit status (base.exits).
+print them as `refused: ...` (base.command_line) and end with one exit status (base.exits).
 """
 
 from __future__ import annotations
 
 import re
 
-# A name or a value may hold a line break; a problem is one line all the same.
+# A name or a value may contain a line break; a problem must stay one line.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -18,7 +17,10 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class UserError(ValueError):
-    """What a user can put right: problems, each one line with knob, value, rule and way out."""
+    """An error that a user can put right.
+
+    `problems` has one line each, with the knob, its value, the rule and the way out.
+    """
 
     def __init__(self, *problems: str):
         self.problems = [CONTROL.sub(_escaped, problem) for problem in problems]
@@ -26,4 +28,4 @@ class UserError(ValueError):
 
 
 class Shared(UserError):
-    """A UserError that every rank raises alike; one of them prints it."""
+    """A UserError that every rank raises in the same way; one of them prints it."""

@@ -1,9 +1,8 @@
-"""How the Python entries end: what an exit status asks of whoever started one.
+"""Exit statuses of the run and of all commands.
 
-The one rule, for the run and for every other command: 0 = done, and what was looked at is as it
-should
-be; 93 = refused, as it was asked it cannot be; 1 = it broke off, or found what should not be
-(damage, a difference); 130 = Ctrl-C. A run has two more. `make` turns every failure into its own 2.
+Rule, for the run and for every other command: 0 = done, and what was checked is right; 93 =
+refused, because it cannot be done as asked; 1 = broken off, or something wrong was found (damage, a
+difference); 130 = Ctrl-C. A run has two more. `make` turns every failure into its own 2.
 """
 
 FINISHED = 0  # or stopped on request

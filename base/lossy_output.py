@@ -1,8 +1,8 @@
-"""Standard output and error of a process that outlives whoever reads them.
+"""Standard output and error of a process that outlives its reader.
 
-The one rule: what a closed terminal, a broken pipe or a full disk does not take is lost, and costs
-neither the run nor its save nor its exit status. It holds for every print, also of libraries, of
-tracebacks and of the interpreter's end, because it is done where the bytes leave.
+Rule: output that a closed terminal, a broken pipe or a full disk refuses is lost, and the run goes
+on: neither a save nor the exit status depends on it. This is done below the text layer, where the
+bytes are written, so it holds for every print of libraries, tracebacks and the interpreter's end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 
 
 class Lossy(io.FileIO):
-    """A file that takes everything, and keeps what it can."""
+    """A file that accepts every write and drops what cannot be written."""
 
     def write(self, data) -> int:
-        """Write; all counts as written."""
+        """Write what can be written; returns the full length."""
         try:
             taken = super().write(data)
         except OSError:
             taken = None
-        # None also where nobody reads and somebody (ssh does) made the file one that never waits.
+        # None also where nobody reads a file that another process (ssh does) made non-blocking.
         return memoryview(data).nbytes if taken is None else taken
 
 
 def make_lossy() -> None:
-    """Replace `sys.stdout` and `sys.stderr` of this process. One that was closed leads nowhere."""
+    """Replace `sys.stdout` and `sys.stderr` of this process; a closed one writes to /dev/null."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         if old is None:

@@ -1,11 +1,13 @@
-"""Takes secrets out of whatever is written down or sent: values of secret names, tokens, URLs.
+"""Removal of secrets from whatever is written or sent: values of secret names, tokens, URLs.
 
     redact(text) -> text                  lines of YAML, JSON, shell, tracebacks, command lines
     redacted(value) -> value              nested plain values
-    secret_values(environ) -> values      what variables with secret names hold, wherever it stands
+    secret_values(environ) -> values      values of variables with secret names, masked everywhere
 
-The one rule: it errs on the side of hiding, and what is hidden leaves no part of itself. A name is
-judged by its words: `WANDB_API_KEY` and `--hf-token` are secret, `tokens` and `eos_token` are not.
+A name is judged by its words: `WANDB_API_KEY` and `--hf-token` are secret, `tokens` and `eos_token`
+are not.
+
+Rule: in doubt a value is masked, and no part of a masked value is left.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ TOKENS = re.compile(
     r"|SG\.[\w-]{16,}+\.[\w-]{16,}|ya29\.[\w-]{16,}|r8_\w{20,}|tskey-[\w-]{16,}"
     r"|pypi-[\w-]{30,}|eyJ[\w-]{8,2000}+\.[\w-]{8,}+\.[\w-]*)"
 )
-# Who knows such an address may write there: what alerts are sent to.
+# Whoever knows such an address may write to it; alerts are sent to some of them.
 WEBHOOK = re.compile(
     r"\b(https?://(?:hooks\.[\w.:-]++/|[\w.:-]++/(?:[\w.-]++/)?"
     r"(?:webhooks?|webhookb2|integration|bot(?=\d+:))/?))[^\s'\"<>,;)\]}]{12,}",
@@ -59,7 +61,7 @@ BEARER = re.compile(
     r"\b(bearer|basic|authorization[\"']?[ \t]*[:=][ \t]*[\"']?\w{1,20})[ \t]+[\w.~+/=-]{8,}",
     re.IGNORECASE,
 )
-# Possessive (`*+`), and never begun inside a word: a long word costs a time that grows as it does.
+# Possessive (`*+`) and never begun inside a word, so the time grows with the length of a word.
 NAMED = re.compile(
     r"""(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)"""
     r"""(?P<mark>["']?[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S))"""
@@ -69,7 +71,7 @@ EMPTY = ("", '""', "''", "null", "None", "~", "true", "false", "True", "False")
 
 
 def looks_secret(name: str) -> bool:
-    """Whether what goes by this name may be a secret."""
+    """True where the value of this name may be a secret."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
     for previous, word in itertools.pairwise(["", *words]):
@@ -83,7 +85,7 @@ def looks_secret(name: str) -> bool:
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """`text` without secrets; `known` are values that are secret whatever stands around them."""
+    """`text` without secrets; the values in `known` are masked everywhere."""
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, MASK)
     text = PRIVATE_KEY.sub(MASK, text)
@@ -106,7 +108,7 @@ def _without_values(text: str) -> str:
         is_option = text.endswith("--", 0, found.start("name")) or not found["mark"].isspace()
         given = VALUE.match(text, at) if is_option and looks_secret(found["name"]) else None
         parts.append(text[start:at])
-        # Masked by an earlier pass, which took no quote away.
+        # A value that an earlier pass masked still has its quotes.
         is_masked = given and given[0].strip("\"'\\") == MASK
         if given and given[0] not in EMPTY and not is_masked:
             value = given[0]
@@ -118,7 +120,7 @@ def _without_values(text: str) -> str:
 
 
 def redacted(value: Any, known: Iterable[str] = ()) -> Any:
-    """Nested plain values without secrets: texts, and whatever goes by a secret name."""
+    """Nested plain values without secrets in texts and without the values of secret names."""
     if isinstance(value, str):
         return redact(value, known)
     if isinstance(value, Mapping):
@@ -134,7 +136,7 @@ def redacted(value: Any, known: Iterable[str] = ()) -> Any:
 
 
 def _options(words: Iterable[Any]) -> list[Any]:
-    """The words of a command line; the one after an option with a secret name is masked."""
+    """The arguments of a command line; the one after an option with a secret name is masked."""
     found: list[Any] = []
     for word in words:
         before = found[-1] if found else None
@@ -145,7 +147,7 @@ def _options(words: Iterable[Any]) -> list[Any]:
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables whose names look secret, to be hidden wherever they stand."""
+    """Values of variables whose names look secret, for `known` of `redact`."""
     return [
         value
         for name, value in environ.items()

@@ -1,7 +1,7 @@
-"""Reads a JSON file by one strict rule: RFC 8259, UTF-8 without byte-order mark, no key twice.
+"""Strict reading of a JSON file: RFC 8259, UTF-8 without byte-order mark, no key twice.
 
-No comments, no trailing commas, no NaN. Python's reader keeps the last of two equal keys and
-DeepSpeed's takes comments; a file that passes here means the same to both. Every refusal names
+Comments, trailing commas and NaN are refused. Python's reader keeps the last of two equal keys and
+DeepSpeed's accepts comments; a file that passes here means the same to both. Every refusal names
 line and column, both counted from 1.
 """
 
@@ -87,7 +87,10 @@ def _no_constant(name: str) -> None:
 
 
 def _reason(text: str, error: json.JSONDecodeError) -> tuple[str, int]:
-    """A reason people know, and where: Python names the symptom after a comment or a comma."""
+    """(reason, offset) of a syntax error.
+
+    Python reports the place after a comment or a trailing comma; this names the comment or comma.
+    """
     rest = text[error.pos :].lstrip()
     at = len(text) - len(rest)
     before = text[:at].rstrip()

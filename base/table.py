@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Columns as wide as their longest cell, two spaces apart; the last one is not padded."""
+    """Rows as lines; columns are as wide as their longest cell and two spaces apart."""
     if not rows:
         return ""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

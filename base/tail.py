@@ -1,4 +1,4 @@
-"""Lines of a file from its end: what is newest of a record costs the same however long it is."""
+"""Lines of a file, read from its end, in a time that does not grow with the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_BYTES = 1 << 16
 def newest_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(byte at which it begins, line without its newline) of each whole line, newest first.
 
-    What stands behind the last newline is no line. Nothing where there is no file.
+    Bytes after the last newline are no line. Yields nothing where there is no file.
     """
     if not path.is_file():
         return
@@ -37,6 +37,6 @@ def newest_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes of a file up to the end of its last whole line."""
+    """Number of bytes of a file up to the end of its last whole line."""
     begins, line = next(newest_lines(path), (-1, b""))
     return begins + len(line) + 1

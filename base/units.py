@@ -1,4 +1,4 @@
-"""Units of memory and time, and how a person reads them."""
+"""Units of memory and time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MIB, GIB = 2**20, 2**30  # bytes
 
 
 def duration(seconds: float) -> str:
-    """Two units that a person reads at once: 45 s, 2 min 31 s, 3 h 05 min, 2 d 04 h."""
+    """Seconds as text in at most two units: 45 s, 2 min 31 s, 3 h 05 min, 2 d 04 h."""
     whole = round(seconds)
     for size, unit, part, part_unit in (
         (86400, "d", 3600, "h"),

@@ -1,7 +1,7 @@
-"""What a person gave: read exactly, or refused with what is wrong. How a knob is declared.
+"""Exact reading of the values that a person gives, and the declaration of a knob.
 
-The one rule: a value is never bent into another one; 1.5 steps, true and nan are no numbers of
-anything.
+Rule: a value is read exactly or refused, never changed into another one; 1.5 steps, true and nan
+are not counts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_float(value: Any) -> float:
 
 
 def as_written(value: Any) -> str:
-    """A value in the notation of recipes, for messages: null, true, [a, 1]; long ones cut."""
+    """A value in the notation of recipes, for messages: null, true, [a, 1]; shortened if long."""
     if isinstance(value, str | float):
         text = repr(value)
     else:
@@ -112,7 +112,7 @@ def read_steps(text: str) -> range:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known dotted name, else `.`: the end of a sentence.
+    """The end of a sentence: `; did you mean x?` for the nearest known dotted name, else `.`.
 
     The last part counts: `lr` is near `optim.lr`, and `model.x` is near nothing.
     """
@@ -139,12 +139,15 @@ def knob(
     high=None,
     above=None,
     below=None,
+    kind="",
 ):
-    """A dataclass field with its documentation and range.
+    """A dataclass field of a recipe with its documentation and range.
 
-    `low <= value <= high`, `above < value < below`; `choices` are all legal texts.
+    Legal values satisfy `low <= value <= high` and `above < value < below`; `choices` are all
+    legal texts; `default` REQUIRED means that the recipe must give a value. `kind` is
+    the type in words, where the annotation does not show it.
     """
-    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices))
+    metadata = dict(meaning=meaning, unit=unit, choices=tuple(choices), kind=kind)
     metadata |= dict(low=low, high=high, above=above, below=below)
     if default is REQUIRED:
         return field(metadata=metadata, kw_only=True)

@@ -46,7 +46,8 @@ from checkpoint.save.background import Background
 from checkpoint.save.commit import save
 from model.cost import num_parameters
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.process import process
 
 TIME_LIMIT_S = 900

@@ -32,7 +32,9 @@ from benchmarks.workload import (
 )
 from model.init import fill
 from runtime.engine.batches import to_device
-from runtime.engine.engine import DTYPES, build, quiet
+from runtime.engine.build_engine import build
+from runtime.engine.deepspeed_import import quiet
+from runtime.engine.engine import DTYPES
 from runtime.engine.optimizer import build_optimizer
 from runtime.monitor.clock import StepClock, StepTimes
 from runtime.process import process
@@ -248,7 +250,7 @@ class RepeatedRows(torch.utils.data.Dataset):
 
 
 def prepare_deepspeed(deepspeed: Any) -> None:
-    """Prepare DeepSpeed like runtime.engine.engine: no build of the shared-memory op, few logs."""
+    """Import DeepSpeed as runtime.engine.deepspeed_import does: no shared-memory op, quiet."""
     quiet()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -18,7 +18,8 @@ import torch
 from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of, resolved_of
 from recipes.schema import Cluster, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.monitor.clock import StepClock, StepTimes, cuda_clock
 from runtime.process import process
 from runtime.resolve import Resolved

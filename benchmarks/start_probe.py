@@ -32,8 +32,8 @@ PROBED = (
     ("pretrain", "standing", "look for a checkpoint"),
     ("pretrain", "evaluation_batches", "held-out batches"),
     ("runtime.process.process", "start", "process group"),
-    ("runtime.engine.engine", "import_muon_uncompiled", "import DeepSpeed's Muon"),
-    ("runtime.engine.engine", "build_model", "build and fill the model"),
+    ("runtime.engine.deepspeed_import", "import_muon_uncompiled", "import DeepSpeed's Muon"),
+    ("runtime.engine.build_engine", "build_model", "build and fill the model"),
     ("runtime.engine.engine", "Engine.train_step", STEPS),
     ("runtime.log.rank0_record", "RunRecord.__init__", "open the record (TensorBoard, console)"),
 )
@@ -129,7 +129,7 @@ def build_after_deepspeed(timeline: Timeline, build: Callable) -> Callable:
 
 def stop_after_first_line(timeline: Timeline) -> None:
     """Save the timeline when the first step has been printed."""
-    record, name = find("runtime.log.rank0_record", "RunRecord.write")
+    record, name = find("runtime.log.rank0_record", "RunRecord._write")
     write = getattr(record, name)
 
     def first_write(*arguments: Any) -> None:

@@ -37,9 +37,10 @@ from data.corpus.shard_writer import ShardWriter
 from data.corpus.sotu import read_documents
 from data.corpus.tokenizer import TextTokenizer, train_bpe
 from data.text.encoding import Encoder
-from data.text.inputs import find_inputs, plan_units
+from data.text.inputs import find_inputs
 from data.text.settings import Settings
 from data.text.unit import UnitTask, build_unit
+from data.text.unit_plan import plan_units
 
 PIECE_CHARS = 4000  # length of a document in the benchmark
 VERIFY_TOKENS = 64 << 20

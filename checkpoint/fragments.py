@@ -53,8 +53,8 @@ def place(
 ) -> tuple[Box, bool]:
     """Return the box of a parameter of this rank in the full one, and whether this rank writes it.
 
-    Reads two marks that parallel/ leaves on a parameter: `shard` (`parallel.tensor.Shard`), and
-    `is_copy` on the second copy of a tied weight that two pipeline stages hold.
+    Reads two marks that parallel/ leaves on a parameter: `shard` (a `ParameterShard`),
+    and `is_copy` on the second copy of a tied weight that two pipeline stages hold.
     """
     shard = getattr(parameter, "shard", None)
     box = Box(shape, shape)

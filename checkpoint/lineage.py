@@ -13,25 +13,20 @@ run trains on. Units: steps.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from checkpoint.format.blocks import digest
+from base.jsonl import Line, decode, digest, has_digest
 
 FILE = "history.jsonl"
 MARK = "recipe.yaml"  # a folder under runs/ that holds this file is a run
-DIGEST = re.compile(rb', "digest": "([0-9a-f]{16})"}')  # end of a line; covers all text before it
 NO_DIGEST = (
     " (runs were once written without digests: where you trust the line, write"
     ' , "digest": "{}"}} in place of its last brace)'
 )
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,45 +97,17 @@ def read(folder: Path) -> list[Line]:
     found = []
     for number, text in enumerate(whole, start=1):
         try:
-            found.append(decode(text))
+            found.append(decode(text, needs_digest=True))
         except ValueError as problem:
             raise UserError(
                 f"{path} line {number} is damaged: {problem}. The run's lineage depends on it: put"
                 " it back from a copy, or repair it by hand until text and digest agree"
-                + ("" if has_digest(text) else NO_DIGEST.format(_digest(text.removesuffix(b"}"))))
+                + ("" if has_digest(text) else NO_DIGEST.format(digest(text.removesuffix(b"}"))))
             ) from None
     numbers = [line.get("segment") for line in segments(found)]
     if numbers != list(range(len(numbers))):
         raise UserError(f"{path} is damaged: its segments are {numbers}, a line is missing")
     return found
-
-
-def encode(line: Line) -> bytes:
-    """Return a line as it is written in the file."""
-    body = json.dumps(line, allow_nan=False).encode()[:-1]
-    return body + f', "digest": "{_digest(body)}"}}\n'.encode()
-
-
-def has_digest(text: bytes) -> bool:
-    """Return whether a line ends with a digest, right or wrong."""
-    return DIGEST.search(text, max(0, len(text) - 32)) is not None
-
-
-def decode(text: bytes) -> Line:
-    """Parse a line. Raises ValueError unless its digest is that of its text."""
-    end = DIGEST.search(text, max(0, len(text) - 31))
-    body = text[: end.start()] if end else text.removesuffix(b"}")
-    if end is None or end.end() != len(text) or end[1].decode() != _digest(body):
-        stands = f"the digest {end[1].decode()}" if end else "no digest"
-        raise ValueError(f"it has {stands}, its text gives {_digest(body)}")
-    line = json.loads(body + b"}")
-    if not isinstance(line, dict):
-        raise ValueError("it is not a JSON object")
-    return line
-
-
-def _digest(body: bytes) -> str:
-    return digest(body)[:8].hex()
 
 
 def segments(lines: Iterable[Line]) -> list[Line]:

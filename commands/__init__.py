@@ -1,14 +1,14 @@
 """One file for each make command: commands/<name>.py is `make <name>`. Nobody imports them.
 
-audit.py                   what a run trained on, computed from its recipe and held against it
-audit_diff.py              where the batches of two runs begin to differ
+audit.py                   rebuild the batches of a run and compare them with its ledger
+audit_diff.py              find the first step with different batches in two runs
 branch.py                  a new run that goes on from a checkpoint of another, without a copy
 checkpoints.py             the checkpoints of a run, one a line
 compare.py                 run the variants of a recipe side by side, or put runs that exist s
-corpus.py                  builds a corpus from text
-corpus_import.py           a corpus from files that other tools have tokenized
-corpus_info.py             What a corpus is and how it came to be: `make corpus-info CORPUS=`
-corpus_verify.py           A full pass over a corpus: `make corpus-verify CORPUS= WORKERS=`
+corpus.py                  build a corpus from text
+corpus_import.py           make a corpus from token files of other tools
+corpus_info.py             describe a corpus from its manifest
+corpus_verify.py           read every byte of a corpus and compare with the manifest
 doctor.py                  is this machine, or every host of HOSTFILE, fit for a run, and whic
 dryrun.py                  any rank's part of a run, built on a machine without its ranks, GPU
 events.py                  what happened in a run, one line each, the newest last
@@ -23,11 +23,12 @@ recipes.py                 the recipes with size, length and axes, from the same
 replay.py                  a suspicious step again, twice, from the same state and batch, comp
 reproduce.py               train a run again from its record alone, and compare every number
 rewind.py                  take a run back to one of its checkpoints, and leave out data steps
+runs.py                    all runs, one line each
 sample.py                  `python -m commands.sample RUN --prompt TEXT`: text from a checkpoi
 show.py                    what a recipe would do on a number of ranks
-status.py                  what a run is doing now, or how it ended and what comes next
+status.py                  what a run is doing now, or how it ended, and the next command
 stop.py                    asks a run to save and end, and waits until it has
 tensorboard.py             TensorBoard on all runs, or on one run or comparison
-tokenizer.py               trains a byte-level BPE tokenizer
+tokenizer.py               train a byte-level BPE tokenizer
 verify.py                  read every byte of checkpoints and compare digests
 """

@@ -1,13 +1,12 @@
-"""`make audit`: what a run trained on, computed from its recipe and held against its ledger.
+"""`make audit RUN=`: rebuild the batches of a run from its recipe and compare them with its ledger.
 
-    python -m commands.audit RUN                    rebuild recorded steps, compare hashes (--every
-    k)
-    python -m commands.audit RUN --step 120 [--text]   the documents in step 120
-    python -m commands.audit RUN --doc 17           every step that sees document 17; --doc code:17
-                                                [--text], [--tokens 100:140]: of these tokens alone
+    make audit RUN=name                    rebuild every recorded step and compare hashes (EVERY=k)
+    make audit RUN=name STEP=120           the documents in step 120 (TEXT=1: and their text)
+    make audit RUN=name DOC=17             every step that sees document 17, or code:17 of a source
+                                           (TOKENS=100:140: only these tokens; TEXT=1)
 
-RUN is a run folder or a name under runs/. Its one rule: nothing is believed that the recorded hash
-does not confirm. Where a run was changed on the way, each step is rebuilt with the recipe that held
+RUN is a run folder or a name under runs/. Rule: nothing is believed unless the recorded hash
+confirms it. Where the recipe of a run was changed, each step is rebuilt with the recipe in force
 then (history.jsonl).
 
 Exit status: 0 = all agrees; 1 = it does not; 93 = there is nothing to audit.
@@ -52,7 +51,7 @@ AGREES, DIFFERS = 0, 1
 
 @dataclass(frozen=True)
 class Era:
-    """Train steps [first, end) that one recipe holds for."""
+    """Train steps [first, end) with one recipe in force."""
 
     first: int
     end: int
@@ -60,13 +59,13 @@ class Era:
 
     @functools.cached_property
     def stream(self) -> Stream:
-        """Opened when it is needed: most audits look at few eras."""
+        """The stream of the recipe, opened on first use: most audits look at few eras."""
         return stream_of(self.recipe)
 
 
 @dataclass(frozen=True)
 class Audited:
-    """A run: the recipes it had in each segment, and what it recorded."""
+    """A run: its recipes in each segment, and its recorded steps."""
 
     name: str
     history: list[dict]
@@ -82,11 +81,11 @@ class Audited:
 
     @property
     def eras(self) -> list[Era]:
-        """Those of the lineage."""
+        """The eras of the lineage."""
         return self.eras_of[self.segment]
 
     def era(self, step: int, segment: int | None = None) -> Era:
-        """The one that holds for a step of a segment."""
+        """The era of a step of a segment; without segment, of the lineage."""
         eras = self.eras if segment is None else self.eras_of[segment]
         return next((era for era in eras if era.first <= step < era.end), eras[-1])
 
@@ -122,9 +121,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show_step(run: Audited, step: int, with_text: bool) -> int:
-    """Print the documents of one train step; whether they are what was recorded."""
+    """Print the documents of one train step; exit status 0 where they equal the record."""
     if not 1 <= step <= run.steps:
         raise UserError(f"STEP={step}: {run.name} has the steps 1 to {run.steps}")
+    # The step and its record.
     stream, line = run.era(step).stream, run.lines.get(step)
     data_step = line["data_step"] if line else stream.skips.data_step(step)
     first, end = stream.sample_range(data_step)
@@ -143,6 +143,7 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
                 f" (batch hash {other['batch_hash']})"
             )
     print(verdict(found, line, stream, data_step))
+    # Its documents.
     pieces = pieces_of_step(stream, data_step)
     names = {uid: origins_of(stream, uid, pieces) for uid in {piece.source for piece in pieces}}
     rows = [["sample", "document", "its tokens", "from", ""]]
@@ -166,9 +167,7 @@ def show_step(run: Audited, step: int, with_text: bool) -> int:
 
 
 def show_document(run: Audited, name: str, asked: str | None, with_text: bool) -> int:
-    """Print every step that sees one document, or the tokens `asked` of it, those to come
-    included.
-    """
+    """Print every step that sees one document, or only its tokens `asked`; steps to come too."""
     stream = run.eras[-1].stream
     uid, number = document_of(stream, name)
     low, high = stream.split(stream.uids.index(uid)).document_range(number)
@@ -203,7 +202,7 @@ def show_document(run: Audited, name: str, asked: str | None, with_text: bool) -
 
 
 def check(run: Audited, every: int) -> int:
-    """Rebuild every k-th recorded step and compare; says which do not agree."""
+    """Rebuild every k-th recorded step and compare; prints those that differ."""
     wrong = []
     lines = sorted(run.recorded, key=lambda line: (line["segment"], line["step"]))[::every]
     for line in lines:
@@ -218,7 +217,7 @@ def check(run: Audited, every: int) -> int:
 
 
 def use(run: Audited) -> list[str]:
-    """Print which samples the lineage used, what it left out and why; returns problems."""
+    """Print the samples that the lineage used and left out, with reasons; returns problems."""
     lines = [run.lines[step] for step in sorted(run.lines)]
     if not lines:
         return []
@@ -250,7 +249,7 @@ def use(run: Audited) -> list[str]:
 
 
 def open_run(folder: Path, segment: int | None = None) -> Audited:
-    """A run with the recipes it had. Raises UserError where there is none, or no such segment."""
+    """A run with all its recipes. Raises UserError where there is none, or no such segment."""
     recipe = compose(str(folder / "recipe.yaml")).recipe
     lines, recorded = history.read(folder), list(read_ledger(folder / "ledger"))
     count = max(1, len(segments(lines)))
@@ -265,8 +264,8 @@ def open_run(folder: Path, segment: int | None = None) -> Audited:
 
 
 def at_start(lines: list[dict], recipe: Recipe) -> dict:
-    """The recipe of step 1 (nested), from the newest: deliberate changes of the lineage are taken
-    back, the last one first.
+    """The recipe of step 1 (nested), from the newest: the deliberate changes of the lineage are
+    undone, the last one first.
     """
     values = dataclasses.asdict(recipe)
     for line in reversed(overrides_of(lines, None)):
@@ -282,8 +281,9 @@ def overrides_of(lines: list[dict], segment: int | None) -> list[dict]:
 
 
 def eras_of(lines: list[dict], values: dict, segment: int, steps: int) -> list[Era]:
-    """The recipes of a segment's lineage, in order: changes are put on top of the first recipe.
-    What the segment leaves out holds for all of it, since nothing past was ever left out.
+    """The recipes of a segment's lineage, in order: the first recipe with the changes applied.
+
+    The skip list of the segment holds for all its steps, since a past step is never left out.
     """
     changed = overrides_of(lines, segment)
     firsts = sorted({x["first_step"] for x in changed if changes_batches(x["key"])} - {1})
@@ -300,7 +300,7 @@ def eras_of(lines: list[dict], values: dict, segment: int, steps: int) -> list[E
 
 
 def changes_batches(key: str) -> bool:
-    """Whether a knob decides what is in a step."""
+    """True for a knob that decides the batches."""
     return key in ("seq_len", "seq_len_warmup", "batch_tokens", "seed") or key.startswith("data.")
 
 
@@ -312,12 +312,12 @@ def stream_of(recipe: Recipe) -> Stream:
 
 
 def rebuilt(stream: Stream, data_step: int, line: dict | None) -> str:
-    """The batch hash of a data step, from the function and the corpus of now."""
+    """The batch hash of a data step, computed again from the corpus as it is now."""
     return batch_hash(stream.whole_batch(data_step, (line or {}).get("quarantined", ()))[2].hashes)
 
 
 def verdict(found: str, line: dict | None, stream: Stream, data_step: int) -> str:
-    """What the record says of a rebuilt step."""
+    """One line: the comparison of a rebuilt step with its record."""
     if line is None:
         return "  not recorded: this step is to come" + (
             "" if stream.skips.is_update(data_step) else ", without an update (data.skip)"
@@ -329,19 +329,19 @@ def verdict(found: str, line: dict | None, stream: Stream, data_step: int) -> st
 
 
 def within(era: Era, data_step: int) -> bool:
-    """Whether a data step belongs to an era, also one that is left out."""
+    """True where a data step, used or left out, belongs to an era."""
     low = era.stream.skips.data_step(era.first - 1) + 1 if era.first > 1 else 0
     return low <= data_step <= era.stream.skips.data_step(era.end - 1)
 
 
 def origins_of(stream: Stream, uid: str, pieces) -> dict[int, dict]:
-    """Where the documents of one source in some pieces came from."""
+    """Origins of the documents of one source in some pieces, by number."""
     wanted = {piece.document for piece in pieces if piece.source == uid}
     return origins(stream.corpora[stream.uids.index(uid)], wanted)
 
 
 def place(origin: dict | None) -> str:
-    """File and row of a document."""
+    """File and row of a document, for a person."""
     if origin is None:
         return ""
     row = origin.get("row")
@@ -349,7 +349,7 @@ def place(origin: dict | None) -> str:
 
 
 def shown_mask(piece: Piece) -> str:
-    """Which tokens of a piece give no loss."""
+    """The tokens of a piece that give no loss, for a person."""
     if piece.masked == ((piece.first, piece.end),):
         return "masked"
     spans = ", ".join(f"{first} to {end - 1}" for first, end in piece.masked)
@@ -357,8 +357,9 @@ def shown_mask(piece: Piece) -> str:
 
 
 def numbered(stream: Stream, uid: str, ids: np.ndarray, first: int) -> str:
-    """Text in lines that begin with the number of their first token; of few tokens, each its own
-    line. Quoted, so that blanks and line ends are seen.
+    """Text in lines that begin with the number of their first token, a line each for few tokens.
+
+    Quoted, so that blanks and line ends can be seen.
     """
     size = 1 if len(ids) <= FEW_TOKENS else TOKENS_A_LINE
     width = len(str(first + len(ids)))
@@ -403,7 +404,7 @@ def tokens_of(asked: str, name: str, length: int) -> tuple[int, int]:
 
 
 def own_lines(recorded: list[dict], lines: list[dict], segment: int | None) -> dict[int, dict]:
-    """Of ledger lines, those of a segment's lineage, by train step."""
+    """The ledger lines of a segment's lineage, by train step."""
     return {line["step"]: line for line in lineage(lines, segment).own(recorded)}
 
 

@@ -1,4 +1,6 @@
-"""`make audit-diff A= B=`: where the batches of two runs begin to differ. Reads only ledgers."""
+"""`make audit-diff A= B=`: find the first step with different batches in two runs, from their
+ledgers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def diff(one: dict[int, dict], two: dict[int, dict], name: str, other: str) -> int:
-    """Print where two runs' batches begin to differ."""
+    """Print the first step in which the batches of two runs differ; returns the exit status."""
     both = sorted(set(one) & set(two))
     if not both:
         raise UserError(f"{name} and {other} have no step in common")

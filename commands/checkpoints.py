@@ -2,11 +2,11 @@
 
     step  segment  size  ranks  age  verified  val loss  skipped  tags             layout
 
-Rule: it reads only manifests and sizes; `make verify` reads every byte. `verified` is how much was
-read back when the checkpoint was saved, `val loss` the newest validation loss since the save
-before, `skipped` the number of steps since then that did not change the weights. Tags: best (lowest
-validation loss of those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (a
-rewind left it behind). Exit status 0, 1 when one is damaged, 93 when there is no such run.
+It looks at manifests and sizes only; `make verify` reads the bytes. `verified` says how much was
+read back at the save. `val loss` is the newest one since the save before, with its step where that
+is another one; `skipped` is how many steps did not move the weights since then. Tags: best (lowest
+validation loss of those with nothing skipped), permanent (`checkpoint.keep_every`), abandoned (the
+run was rewound to before it). Exit status 0, 1 when one is damaged, 93 when there is no such run.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def row(
     if every and step % every == 0:
         tags = ["permanent", *tags]
     loss, skipped = health.get("val_loss"), health.get("skipped_since_save")
+    val_step = health.get("val_step")
+    measured_at = "" if val_step in (None, step) else f" (step {val_step})"
     cells = [
         str(step),
         str(segment),
@@ -56,7 +58,7 @@ def row(
         str(manifest.world),
         age,
         "damaged" if problems else knobs.get("verify", "?"),
-        "-" if loss is None else f"{loss:.4f}",
+        "-" if loss is None else f"{loss:.4f}{measured_at}",
         "-" if skipped is None else str(skipped),
         " ".join(tags) or "-",
         ", ".join(f"{key} {layout[key]}" for key in AXES if key in layout),

@@ -1,4 +1,4 @@
-"""`make corpus IN= OUT= TOKENIZER= WORKERS=`: builds a corpus from text."""
+"""`make corpus IN= OUT= TOKENIZER= WORKERS=`: build a corpus from text."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
     for line in report_lines(out, manifest):
         print(line)
-    # Now, not at the interpreter's end: once, of many, this came to nothing through a pipe.
+    # Flushed here: in one of many runs the flush at the interpreter's end lost it through a pipe.
     print(f"built in {time.monotonic() - start:.1f} s", flush=True)
     return 0
 

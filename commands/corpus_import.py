@@ -1,4 +1,4 @@
-"""`make corpus-import IN= OUT= TOKENIZER=`: a corpus from files that other tools have tokenized."""
+"""`make corpus-import IN= OUT= TOKENIZER=`: make a corpus from token files of other tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from base.errors import UserError
 from base.values import split_arguments
 from data.corpus.build_report import report_lines
 from data.corpus.tokenizer import open_tokenizer
-from data.foreign.importing import ImportSettings, import_corpus
+from data.foreign.import_checks import ImportSettings
+from data.foreign.importing import import_corpus
 from data.text.settings import knob_lines, read_knobs
 
 

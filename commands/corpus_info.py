@@ -1,6 +1,4 @@
-"""What a corpus is and how it came to be: `make corpus-info CORPUS=`. Reads the manifest, no
-tokens.
-"""
+"""`make corpus-info CORPUS=`: describe a corpus from its manifest; no token is read."""
 
 from __future__ import annotations
 
@@ -17,7 +15,10 @@ SHOWN = ("source", "text", "filters", "duplicates", "document_order", "held_out"
 
 
 def info_lines(folder: Path) -> list[str]:
-    """The report of a corpus, and the rules it was made by. Raises UserError when it is none."""
+    """The report of a corpus, and the rules by which it was made.
+
+    Raises UserError where the folder is no corpus.
+    """
     manifest = read_manifest(folder)
     lines = report_lines(folder, manifest)
     for key in SHOWN:

@@ -1,8 +1,7 @@
-"""A full pass over a corpus: `make corpus-verify CORPUS= WORKERS=`.
+"""`make corpus-verify CORPUS= WORKERS=`: a full pass over a corpus.
 
-Its one rule: every byte is read and compared with what the manifest says, and every piece of damage
-is named, not only the first. What is found: changed, cut or missing files, exchanged shards, a
-stale manifest, ids beyond the vocabulary.
+Rule: every byte is read and compared with the manifest, and all damage is named, not only the
+first: changed, cut or missing files, exchanged shards, a stale manifest, ids beyond the vocabulary.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ def verify_corpus(folder: Path, workers: int = 1) -> dict:
 
 
 def check_shard_bytes(check: ShardCheck, _, advance) -> list[str]:
-    """Problems of one .bin: every block's hash, range of ids, number of end ids."""
+    """Problems of one .bin: the hash of every block, the range of ids, the number of end ids."""
     size, dtype = check.entry["bin_bytes"], np.dtype(check.dtype).newbyteorder("<")
-    expected = [None] * (side_file_bytes(size) // 8)  # of what was imported without being read
+    expected = [None] * (side_file_bytes(size) // 8)  # None: imported without being read
     if check.entry["xxh_xxh3"]:
         expected = np.fromfile(check.path.with_suffix(".xxh"), dtype="<u8").tolist()
     buffer, problems = bytearray(min(BLOCK_BYTES, size)), []
@@ -133,10 +132,11 @@ def _side_problems(folder: Path, manifest: dict) -> list[str]:
     tokenizer = manifest["tokenizer"]
     if tokenizer:
         try:
-            found = load_tokenizer(folder / tokenizer["folder"]).fingerprint()
-            if found != tokenizer["fingerprint"]:
+            found = load_tokenizer(folder / tokenizer["folder"])
+            if not found.is_recorded_as(tokenizer["fingerprint"]):
                 problems.append(
-                    f"{folder / tokenizer['folder']}: has the fingerprint {found[:16]}, expected "
+                    f"{folder / tokenizer['folder']}: has the fingerprint"
+                    f" {found.fingerprint()[:16]}, expected "
                     f"{tokenizer['fingerprint'][:16]}: restore it from a copy"
                 )
         except UserError as error:

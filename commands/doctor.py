@@ -1,12 +1,10 @@
-"""`make doctor`: is this machine, or every host of HOSTFILE, fit for a run, and which one is not?
+"""`make doctor`: checks whether this machine, or every host of HOSTFILE, is fit for a run.
 
-    facts -> judge -> the way to the first host -> operators built once -> collective test -> links
+    facts -> judge -> routes to the first host -> operators built once -> collective test -> links
 
-The one rule: every problem names its host and its key. The quick part of this runs before each
-start on several hosts by itself; here disks are timed, stale locks of builds are removed, and the
-links are measured by a process that runs as a rank does (runtime.process.link_test). Exit status 0
-= fit,
-93 = not.
+Rule: every problem names its host and its key. Each start on several hosts runs the quick part of
+this by itself. Here disks are timed, stale locks of builds are removed, and the links are measured
+by a process that runs as a rank does (runtime.process.link_test). Exit status: 0 = fit, 93 = not.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.lossy_output import make_lossy
 from base.values import counted, read_ranks
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import MOST_SLOTS, Host, ranks_per_host
 from launch.hosts.judge import Need, cards_of
 from launch.hosts.link_speeds import slow_links
 from launch.hosts.place import ROOT, add_place, read_place
-from launch.hosts.preflight import Inspection, Plan, preflight, wanted_port
+from launch.hosts.preflight import Inspection, StartPlan, preflight, wanted_port
 from launch.hosts.variables import passed
 from launch.ranks import start
 
@@ -35,7 +33,7 @@ LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m commands.doctor`; returns the exit status."""
+    """Run `python -m commands.doctor`; returns the exit status."""
     parser = Parser(prog="python -m commands.doctor", description=__doc__)
     parser.add_argument("--nproc", default="", help="ranks on each host")
     add_place(parser)
@@ -43,7 +41,7 @@ def main(arguments: list[str]) -> int:
     try:
         place = read_place(options)
         ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
-        cluster = Cluster([Host("localhost", MOST_SLOTS)], ROOT)
+        cluster = AgentCluster([Host("localhost", MOST_SLOTS)], ROOT)
         if place:  # spares are examined with the rest
             cluster = replace(place.cluster, hosts=[*place.cluster.hosts, *place.spares])
         named = place.named if place else ()
@@ -57,8 +55,8 @@ def main(arguments: list[str]) -> int:
     return DO_NOT_RETRY if problems else 0
 
 
-def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
-    """Everything that is wrong with the hosts; prints what was found on the way."""
+def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
+    """All problems of the hosts; prints the findings on the way."""
     known = ranks is not None or cluster.hosts[0].slots != MOST_SLOTS
     per_host = ranks_per_host(cluster.hosts, ranks) if known else 1
     inspection = Inspection(
@@ -76,16 +74,16 @@ def examine(cluster: Cluster, ranks: int | None, environment: dict[str, str]) ->
     return collective(cluster, plan, per_host, environment, "cuda" if has_gpus else "cpu")
 
 
-def build_operators(cluster: Cluster, plan: Plan, environment: dict[str, str]) -> None:
-    """Build what DeepSpeed would build in front of waiting ranks; only offload needs it."""
+def build_operators(cluster: AgentCluster, plan: StartPlan, environment: dict[str, str]) -> None:
+    """Build the operators that DeepSpeed would build while ranks wait; only offload needs them."""
     if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
         log("warning: zero=zero3_offload will not start; all else does not need the operators")
 
 
 def collective(
-    cluster: Cluster, plan: Plan, per_host: int, environment: dict[str, str], device: str
+    cluster: AgentCluster, plan: StartPlan, per_host: int, environment: dict[str, str], device: str
 ) -> list[str]:
-    """Run the collective test, and say what is wrong with sums and links."""
+    """Run the collective test; the problems of sums and links."""
     names = [host.name for host in cluster.hosts]
     out = ROOT / RESULT
     out.parent.mkdir(exist_ok=True)
@@ -124,7 +122,7 @@ def describe(host: str, f: dict) -> str:
 
 
 def log(line: str) -> None:
-    """A line of the report."""
+    """Print a line of the report."""
     print(line, flush=True)
 
 

@@ -1,13 +1,13 @@
-"""`make dryrun`: any rank's part of a run, built on a machine without its ranks, GPUs or data.
+"""`make dryrun`: builds any rank's part of a run on a machine without its ranks, GPUs or data.
 
     python -m commands.dryrun --world 1024 --rank 517 [--json] -- 70b parallel.tensor=4
 
     recipe x world -> layout -> fake process group -> the modules of that rank, on `meta`
 
-The one rule: modules, cuts and groups are made by the code that makes them in the run; only their
-memory is not there and their collectives say nothing. What is counted is counted on what was built;
-activations are `model.cost`'s formula for this rank's share, an upper bound. Starts nothing, writes
-nothing. Units: elements, GiB.
+Rule: modules, shards and groups are made by the code that makes them in the run; only their memory
+does not exist and their collectives send nothing. Parameters are counted on the modules that were
+built; activations are the formula of `model.cost` for this rank's share, an upper bound. Starts
+nothing, writes nothing. Units: elements, GiB.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import of_layout
 from runtime.engine import engine
+from runtime.engine.deepspeed_import import join_deepspeed
 from runtime.resolve import Resolved, resolve
 
 META = torch.device("meta")
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def collect(
     recipe_name: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
 ) -> dict[str, Any]:
-    """Everything that is shown, as plain values. Raises UserError with every problem."""
+    """All values of the output, as plain JSON. Raises UserError with every problem."""
     recipe = compose(recipe_name, overrides, ds_problems).recipe
     ranks = recipe.parallel.model_ranks if world is None else read_ranks("WORLD", world)
     resolved = resolve(recipe, ranks, schedule_of(recipe))
@@ -101,8 +102,8 @@ def join_fake(rank: int, world: int) -> None:
 
 
 def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
-    """The modules of one rank, without memory. ZeRO-3's cut of each weight is arithmetic here."""
-    engine.join_deepspeed(torch.device("cpu"))
+    """The modules of one rank, without memory and before ZeRO-3 divides each weight."""
+    join_deepspeed(torch.device("cpu"))
     if mesh.layout.pipeline > 1:
         from runtime.engine.pipeline_engine import build_stage
 
@@ -117,7 +118,7 @@ def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
 def describe(
     recipe: Recipe, resolved: Resolved, mesh: Mesh, rank: int, model: nn.Module
 ) -> dict[str, Any]:
-    """What the rank holds, with whom it talks, and what it needs."""
+    """The weights that the rank holds, the ranks it communicates with, and its memory."""
     layout, per_host = resolved.layout, recipe.cluster.gpus_per_node
     parameters = list(model.named_parameters())
     return {
@@ -142,7 +143,7 @@ AXES = ("tensor", "context", "data", "pipeline")
 
 
 def neighbours(layout: Layout, place: Coordinates) -> dict[str, int | None]:
-    """Ranks that this one gets hidden states from and sends them to."""
+    """The ranks that send hidden states to this one and that receive them from it."""
 
     def at(stage: int) -> int | None:
         exists = 0 <= stage < layout.pipeline
@@ -155,7 +156,7 @@ def weights(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, An
     """One line per kind of weight: name with N for the block, shapes here and in the model."""
     kinds: dict[tuple, int] = {}
     for name, parameter in parameters:
-        full = getattr(parameter, "shard", tensor.Shard(tuple(parameter.shape))).full
+        full = getattr(parameter, "shard", tensor.ParameterShard(tuple(parameter.shape))).full
         kind = re.sub(r"\.\d+\.", ".N.", name), tuple(parameter.shape), tuple(full)
         kinds[kind] = kinds.get(kind, 0) + 1
     return [
@@ -167,7 +168,7 @@ def weights(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, An
 def memory(
     recipe: Recipe, resolved: Resolved, mesh: Mesh, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, float]:
-    """GiB of one rank by kind."""
+    """GiB of one rank, by kind."""
     layout, made = resolved.layout, resolved.engine
     own = sum(parameter.numel() for _, parameter in parameters)
     bucket = made.json["zero_optimization"].get("reduce_bucket_size", 0)
@@ -179,7 +180,7 @@ def memory(
 
 
 def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str, float]:
-    """Bytes of what is kept for backward, and of the loss's working space on the last stage."""
+    """Bytes that are kept for backward, and of the loss's working space on the last stage."""
     first, end = layout.bounds[place.pipeline : place.pipeline + 2] or (0, None)
     blocks = (end or recipe.model.num_hidden_layers) - first
     parts, is_sequence = layout.tensor, recipe.parallel.sequence
@@ -192,7 +193,7 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
         intermediate_size=recipe.model.intermediate_size // parts,
         vocab_size=math.ceil(recipe.model.vocab_size / parts),
     )
-    if is_sequence:  # every element that is kept belongs to a part of the tokens or of the heads
+    if is_sequence:  # every kept element belongs to a part of the tokens or of the heads
         shape = dataclasses.replace(shape, hidden_size=recipe.model.hidden_size // parts)
     length = recipe.seq_len // layout.context
     counted = activation_bytes(
@@ -221,7 +222,7 @@ def activations(recipe: Recipe, layout: Layout, place: Coordinates) -> dict[str,
 
 
 def text(seen: dict[str, Any]) -> str:
-    """The same for people."""
+    """The output for people."""
     place = " ".join(f"{axis} {index}" for axis, index in seen["place"].items())
     before, after = seen["neighbours"]["before"], seen["neighbours"]["after"]
     groups = [[axis, span(ranks), f"{len(ranks)}"] for axis, ranks in seen["groups"].items()]
@@ -258,7 +259,7 @@ def text(seen: dict[str, Any]) -> str:
 
 
 def span(ranks: Sequence[int]) -> str:
-    """Ranks in a few characters: all of them, or first, second ... last where steps are even."""
+    """Ranks in a short form: all of up to four, else first, second ... last (equal steps)."""
     if len(ranks) <= 4:
         return " ".join(map(str, ranks))
     return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"

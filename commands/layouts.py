@@ -1,10 +1,10 @@
-"""`make layouts`: every way to lay a recipe out on a number of ranks. Starts nothing, needs no GPU.
+"""`make layouts`: every layout of a recipe on a number of ranks. Starts nothing, needs no GPU.
 
     python -m commands.layouts [--world 1024] [--all] -- 70b micro_batch=1
 
-Prints what may not be combined, the legal layouts with what they cost, and for every illegal one
-the rule it breaks. The one rule: it decides nothing itself; `parallel.legal` refuses here as it
-does when a run starts.
+Prints the combinations that are not allowed, the legal layouts with their cost, and for every
+illegal layout the rule that it breaks. Rule: it decides nothing itself; `parallel.legal` refuses
+here as it does when a run starts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sort(
 
 
 def state_gib(recipe: Recipe, layout: Layout) -> float:
-    """GiB of training state on the rank that holds most. Raises UserError for a refused JSON."""
+    """GiB of training state on the most loaded rank. Raises UserError for a refused JSON."""
     parts = of_layout(recipe, layout, json_for(recipe, layout))
     return sum(parts.values()) * most_parameters(recipe.model, layout) / GIB
 
@@ -93,12 +93,12 @@ def text(
     illegal: dict[str, list[str]],
     most: int | None,
 ) -> list[str]:
-    """Lines for people."""
+    """The output for people, as lines."""
     rows = [_row(*entry) + [_mark(recipe, own, entry[1])] for entry in legal]
     shown = [row for number, row in enumerate(rows) if most is None or number < most or row[-1]]
     head = ["tensor", "context", "pipeline", "data", "zero", "accumulation", "state GiB/rank"]
-    head += ["bubble", "GB said per rank and step: tensor, context, pipeline", ""]
-    lines = ["what may be combined", table(combinations()), ""]
+    head += ["bubble", "GB sent per rank and step: tensor, context, pipeline", ""]
+    lines = ["features that may be combined", table(combinations()), ""]
     lines += [
         f"{counted(len(legal), 'legal layout')} of {counted(world, 'rank')}, leanest state first"
     ]
@@ -116,7 +116,7 @@ def text(
 
 
 def by_rule(illegal: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The first problem of each rule -> the layouts that break it; a size once more is no news."""
+    """The first problem of each rule -> the layouts that break it, whatever the sizes."""
     rules: dict[str, tuple[str, dict[str, None]]] = {}
     for problem, names in illegal.items():
         _, broken = rules.setdefault(re.sub(r"[\d, ]+", "0", problem), (problem, {}))
@@ -125,7 +125,7 @@ def by_rule(illegal: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def combinations() -> list[list[str]]:
-    """Table of which two features may meet."""
+    """Rows of a table that shows which two features may be combined."""
     banned = {frozenset(pair) for pair in REFUSED}
     return [["", *FEATURES]] + [
         [one, *("-" if one == other or _both_stages(one, other) else
@@ -140,7 +140,7 @@ def _both_stages(one: str, other: str) -> bool:
 
 def _row(recipe: Recipe, layout: Layout, gib: float) -> list[str]:
     micro_batches = layout.accumulation[-1][1]
-    said = [
+    sent = [
         sum(tensor_bytes(recipe, layout, micro_batches).values()) // layout.pipeline,
         sum(context_bytes(recipe, layout, micro_batches).values()),
         2 * pipeline_bytes(recipe, layout, micro_batches) if layout.pipeline > 1 else 0,
@@ -152,7 +152,7 @@ def _row(recipe: Recipe, layout: Layout, gib: float) -> list[str]:
         str(micro_batches),
         f"{gib:.2f}",
         f"{bubble:.0%}" if layout.pipeline > 1 else "",
-        ", ".join(f"{count / 1e9:,.1f}" for count in said),
+        ", ".join(f"{count / 1e9:,.1f}" for count in sent),
     ]
 
 

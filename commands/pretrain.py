@@ -2,12 +2,10 @@
 
     compose -> layout -> DeepSpeed JSON -> run folder -> corpus
         on this machine           launch.supervise: ranks here
-        HOSTFILE=, or in SLURM    launch.supervise: launch.hosts.fleet looks at the hosts -> ranks
-        there
+        HOSTFILE=, or in SLURM    launch.supervise: launch.hosts.fleet examines the hosts -> ranks
 
-The one rule: what can be refused is refused here, before any rank starts, with every problem at
-once. Imports no torch. Signals to this process are signals to the run, and its exit status is the
-run's.
+Rule: what can be refused is refused here, before any rank starts, with every problem at once.
+Imports no torch. Signals to this process go to the run, and its exit status is the run's.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from base.values import read_ranks
 from data.stream.schedule import schedule_of
 from data.stream.sources import corpus_problems
 from data.stream.stream import open_stream
-from launch.budget import Attempt, Budget
+from launch.budget import Budget
 from launch.hosts import network
 from launch.hosts.facts import gather, gpus, remove_stale_locks
 from launch.hosts.fleet import Fleet
@@ -57,12 +55,14 @@ from launch.hosts.spares import SpareWatch
 from launch.hosts.variables import left_here, passed, watched
 from launch.ranks import start
 from launch.ranks.screen import Screen
-from launch.ranks.start import Asked, Lived
+from launch.ranks.start import StopSignals
 from launch.slurm import requeued
-from launch.supervise import Start, supervise
+from launch.supervise import Alert, AttemptStart, supervise
+from parallel.legal import split_group_problem
 from recipes.compose import compose_command
 from recipes.schema import Recipe
 from record.alerts import AlertSender
+from record.attempts import Attempt, Progress
 from record.bundle import write_bundle
 from record.requests import EARLY, REQUESTS, AskedEarly, forget
 from record.resuming import data_of, standing
@@ -78,9 +78,7 @@ CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit
-    status.
-    """
+    """Run `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit status."""
     options = parse(arguments)
     keep_to_owner()
     allow_open_files()
@@ -102,9 +100,8 @@ def main(arguments: list[str]) -> int:
         return refuse(error)
     except PermissionError as error:
         what = f"{error.filename}: {error.strerror}"
-        return refuse(
-            UserError(f"{what}; have its owner change that, or start from a copy of yours")
-        )
+        advice = "have its owner change that, or start from a copy of yours"
+        return refuse(UserError(f"{what}; {advice}"))
     except OSError as error:  # a file system that went away, a folder in place of a file
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
@@ -126,7 +123,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def start_here(arguments: list[str], ranks: int, once: bool) -> int:
-    """Ranks of this machine."""
+    """Check the recipe and start ranks of this machine; returns the exit status."""
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
@@ -135,74 +132,56 @@ def start_here(arguments: list[str], ranks: int, once: bool) -> int:
     recipe = check(arguments, ranks).recipe
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
-    folder = ROOT / "runs" / recipe.run
-    supervisor_log = SupervisorLog(folder)
+    supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run)
+    forget(supervisor_log.folder)  # requests to an attempt that is over
+    run = RunHere(recipe, arguments, ranks, port)
+    facts = functools.partial(host_facts, os.environ)
+    with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
+        return keep_alive(run, recipe, supervisor_log, once, stop_signals, alert, facts)
 
-    def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
-        command = command_of(goes_on(arguments) if has_begun else arguments)
-        return start.live_here(
-            command[1:], ranks, ROOT, folder, port, screen, asked, variables, recipe.watch
-        )
 
-    def mend(attempt: Attempt | None, lived: Lived | None) -> Start:
-        if recipe.cluster.device != "cpu":  # as the doctor does on other hosts, before each attempt
+@dataclass(frozen=True)
+class RunHere:
+    """A run whose ranks are all on this machine."""
+
+    recipe: Recipe
+    arguments: list[str]
+    ranks: int
+    port: int | None
+
+    def prepare(self, attempt: Attempt | None) -> AttemptStart:
+        """Look at the GPUs, as the doctor does on other hosts. Raises UserError."""
+        if self.recipe.cluster.device != "cpu":
             found = gpus()
             if "problem" in found:
                 print(f"warning: GPUs: {found['problem']}", file=sys.stderr)
-            if problems := ailing(found.get("cards", []), ranks, os.environ):
+            if problems := ailing(found.get("cards", []), self.ranks, os.environ):
                 raise UserError(*problems)
-        return Start(ranks, live)
+        return AttemptStart(self.ranks, self.live)
 
-    forget(folder)  # what an attempt that is over was asked
-    facts = functools.partial(host_facts, os.environ)
-    with start.signals() as asked, alerts_of(recipe, supervisor_log) as tell:
-        return supervise(
-            mend,
-            supervisor_log,
-            Budget(0 if once else recipe.restart.attempts, before(recipe, supervisor_log)),
-            asked,
-            lambda why: keep(supervisor_log, why, facts(), os.environ),
-            0.0 if once else recipe.restart.wait_s,
-            tell,
-        )
-
-
-def command_of(arguments: list[str]) -> list[str]:
-    """The process that trains."""
-    return [sys.executable, str(ROOT / "pretrain.py"), *arguments]
-
-
-def goes_on(arguments: list[str]) -> list[str]:
-    """The arguments of a later attempt, without `resume=fresh`: it counts for one start."""
-    return [text for text in arguments if not text.startswith("resume=")] + ["resume=auto"]
-
-
-def before(recipe: Recipe, supervisor_log: SupervisorLog) -> tuple[int, int, int]:
-    """How far the run has come before the first attempt of this launch."""
-    is_anew = recipe.resume == "fresh" and not supervisor_log.has_begun()
-    return (0, 0, 0) if is_anew else supervisor_log.place()
-
-
-def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the doctor knows of this machine, by its name."""
-    return {socket.gethostname(): gather(ROOT, 0, {}, environ)}
+    def live(
+        self, screen: Screen, stop_signals: StopSignals, variables: dict[str, str], has_begun: bool
+    ) -> Attempt:
+        """One attempt of all ranks."""
+        arguments = goes_on(self.arguments) if has_begun else self.arguments
+        return start.live_here(
+            command_of(arguments)[1:], self.ranks, ROOT, ROOT / "runs" / self.recipe.run, self.port,
+            screen, stop_signals, variables, self.recipe.watch,
+        )  # fmt: skip
 
 
 def start_across(arguments: list[str], place: Place, nproc: int | None, once: bool) -> int:
-    """Ranks on many hosts: check the recipe, then the hosts, then start."""
+    """Check the recipe, then the hosts, and start ranks on them; returns the exit status."""
     hosts = place.cluster.hosts
     if nproc is None and hosts[0].slots == MOST_SLOTS:
         raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
     per_host = ranks_per_host([*hosts, *place.spares], nproc)
     checked = check(arguments, per_host * len(hosts))
     recipe = checked.recipe
-    refuse_split_groups(recipe, per_host)
+    if problem := split_group_problem(recipe, per_host, "NPROC"):
+        raise UserError(problem)
     environment = passed(os.environ, place.named)
-    names = " ".join(sorted(environment)) or "none"
-    log(f"variables that go along: {names} (PASS= adds others)")
-    if place.cluster.via != "srun":  # which takes all variables along
-        for line in left_here(os.environ, place.named):
-            log(f"warning: {line}")
+    report_variables(place, environment)
     inspection = Inspection(
         need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
         environment=environment,
@@ -212,59 +191,104 @@ def start_across(arguments: list[str], place: Place, nproc: int | None, once: bo
     job = os.environ.get("SLURM_JOB_ID", "") if place.cluster.via == "srun" else ""
     supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run, job)
     forget(supervisor_log.folder)
-    rules = replace(recipe.restart, attempts=0) if once else recipe.restart
-    with start.signals() as asked, alerts_of(recipe, supervisor_log) as tell:
+    with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
         fleet = Fleet(
-            place.cluster,
-            list(place.spares),
-            inspection,
-            rules,
-            place.included,
-            supervisor_log.failures,
-            supervisor_log.note,
-            lambda hosts: check(arguments, per_host * hosts, is_running=True),
-            log,
-            tell=tell,
-        )
-
-        def mend(attempt: Attempt | None, lived: Lived | None) -> Start:
-            fleet.mend(attempt, {end.host for end in lived.ends if end.is_lost} if lived else set())
-            return Start(per_host * len(fleet.cluster.hosts), live)
-
-        def live(screen: Screen, asked: Asked, variables: dict[str, str], has_begun: bool) -> Lived:
-            order = start.order_of(
-                fleet.plan,
-                ["pretrain.py", *(goes_on(arguments) if has_begun else arguments)],
-                per_host,
-                environment | variables,
-                f"runs/{recipe.run}",
-                recipe.cluster.lost_s,
-                recipe.watch,
-            )
-            return start.live_across(fleet.cluster, order, screen, asked)
-
+            place, inspection, replace(recipe.restart, attempts=0) if once else recipe.restart,
+            supervisor_log, lambda hosts: check(arguments, per_host * hosts, is_running=True),
+            alert=alert,
+        )  # fmt: skip
+        run = RunAcross(recipe, arguments, per_host, fleet)
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
-        budget = Budget(
-            rules.attempts, before(recipe, supervisor_log), busy_s=2 * recipe.cluster.lost_s
+        busy_s = 2 * recipe.cluster.lost_s
+        facts = lambda: fleet.facts  # noqa: E731
+        with SpareWatch(fleet):
+            return keep_alive(run, recipe, supervisor_log, once, stop_signals, alert, facts, busy_s)
+
+
+@dataclass(frozen=True)
+class RunAcross:
+    """A run with `per_host` ranks on each host of a fleet."""
+
+    recipe: Recipe
+    arguments: list[str]
+    per_host: int
+    fleet: Fleet
+
+    def prepare(self, attempt: Attempt | None) -> AttemptStart:
+        """Find hosts that are fit. Raises UserError."""
+        ends = attempt.ends if attempt else ()
+        self.fleet.prepare(attempt, {end.host for end in ends if end.is_lost})
+        return AttemptStart(self.per_host * len(self.fleet.cluster.hosts), self.live)
+
+    def live(
+        self, screen: Screen, stop_signals: StopSignals, variables: dict[str, str], has_begun: bool
+    ) -> Attempt:
+        """One attempt of all ranks."""
+        recipe, fleet = self.recipe, self.fleet
+        order = start.order_of(
+            fleet.plan,
+            ["pretrain.py", *(goes_on(self.arguments) if has_begun else self.arguments)],
+            self.per_host,
+            {**fleet.inspection.environment, **variables},
+            f"runs/{recipe.run}",
+            recipe.cluster.lost_s,
+            recipe.watch,
         )
-        watch = SpareWatch(
-            lambda: fleet.cluster, lambda: fleet.spares, inspection, lambda: fleet.facts, log,
-            supervisor_log.note,
-        )  # fmt: skip
-        with watch:
-            return supervise(
-                mend, supervisor_log, budget, asked,
-                lambda why: keep(supervisor_log, why, fleet.facts, os.environ),
-                0.0 if once else rules.wait_s, tell,
-            )  # fmt: skip
+        return start.live_across(fleet.cluster, order, screen, stop_signals)
+
+
+def keep_alive(
+    run: RunHere | RunAcross,
+    recipe: Recipe,
+    supervisor_log: SupervisorLog,
+    once: bool,
+    stop_signals: StopSignals,
+    alert: Alert,
+    facts: Callable[[], Mapping[str, Any]],
+    busy_s: float = 0.0,
+) -> int:
+    """Start attempts of `run` until it ends; with `once` only one. `facts()` are those of hosts."""
+    is_anew = recipe.resume == "fresh" and not supervisor_log.has_begun()
+    before = Progress() if is_anew else supervisor_log.progress()
+    return supervise(
+        run.prepare,
+        supervisor_log,
+        Budget(0 if once else recipe.restart.attempts, before, busy_s),
+        stop_signals,
+        lambda why: keep_bundle(supervisor_log, why, facts(), os.environ),
+        0.0 if once else recipe.restart.wait_s,
+        alert,
+    )
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """The command line of a process that trains."""
+    return [sys.executable, str(ROOT / "pretrain.py"), *arguments]
+
+
+def goes_on(arguments: list[str]) -> list[str]:
+    """The arguments of a later attempt: `resume=fresh` sets checkpoints aside only once."""
+    return [one for one in arguments if not one.startswith("resume=")] + ["resume=auto"]
+
+
+def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The doctor's facts of this machine, by its name."""
+    return {socket.gethostname(): gather(ROOT, 0, {}, environ)}
+
+
+def report_variables(place: Place, environment: Mapping[str, str]) -> None:
+    """Print which variables the ranks on other hosts get, and warn of those they do not get."""
+    names = " ".join(sorted(environment)) or "none"
+    log(f"variables that go along: {names} (PASS= adds others)")
+    if place.cluster.via != "srun":  # which takes all variables along
+        for line in left_here(os.environ, place.named):
+            log(f"warning: {line}")
 
 
 @contextlib.contextmanager
-def alerts_of(
-    recipe: Recipe, supervisor_log: SupervisorLog
-) -> Iterator[Callable[[str, str], None]]:
-    """How the launcher tells people of what ranks that are gone cannot."""
+def alerts_of(recipe: Recipe, supervisor_log: SupervisorLog) -> Iterator[Alert]:
+    """Alerts of the launcher: ranks that are gone can send none."""
     alerts = AlertSender(recipe.run, recipe.alerts, supervisor_log.event, log)
     try:
         yield lambda kind, text: alerts.pass_on(kind, f"{recipe.run}: {text}")
@@ -272,17 +296,17 @@ def alerts_of(
         alerts.close()
 
 
-def keep(
+def keep_bundle(
     supervisor_log: SupervisorLog, why: str, hosts: Mapping[str, Any], environ: Mapping[str, str]
 ) -> Path | None:
-    """A bundle of a run that is given up; None where it has no folder, or the disk is full. Puts
-    the end on record.
+    """Write a bundle of a run that is given up, and put the end on record.
 
-    `hosts` are facts by host; variables go in by the allow-list of launch.hosts.variables.
+    `hosts` are facts by host; variables are chosen by the allow-list of launch.hosts.variables.
+    None where the run has no folder, or the disk is full.
     """
     variables = watched(environ).items()
     known = {
-        "WHY.txt": f"{why}\n",
+        "WHY.txt": supervisor_log.explanation(why),
         "hosts.json": json.dumps(hosts, indent=2, default=str) + "\n",
         "environment.txt": "".join(f"{name}={value}\n" for name, value in variables),
     }
@@ -296,18 +320,8 @@ def keep(
 
 
 def log(line: str) -> None:
-    """A line of the launcher's own."""
+    """Print a line of the launcher."""
     print(line, flush=True)
-
-
-def refuse_split_groups(recipe: Recipe, per_host: int) -> None:
-    """Raise UserError where a tensor group would cross hosts."""
-    tensor = recipe.parallel.tensor
-    if per_host % tensor:
-        raise UserError(
-            f"parallel.tensor={tensor} does not divide the {per_host} ranks of each host, so a"
-            " tensor group would cross hosts; choose another NPROC or parallel.tensor"
-        )
 
 
 def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`make tokenizer IN= VOCAB= OUT=`: trains a byte-level BPE tokenizer."""
+"""`make tokenizer IN= VOCAB= OUT=`: train a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 

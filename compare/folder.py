@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
+from base.jsonl import append_line
 from base.paths import ROOT
-from record.records import append_line, read_lines
+from record.records import read_lines
 from record.run_folder import Lock, hold, refuse_unwritable
 
 RUNS = ROOT / "runs"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def numbers(side: Side) -> dict[str, float | None]:
     }
 
 
-def curves(side: Side) -> dict[int, dict[str, float]]:
+def curves(side: Side) -> dict[int, dict[str, Any]]:
     """Map each step to the values that TensorBoard draws: medians over the variant's runs.
 
     The times and the communication of the warm-up step are left out, because they are so large that
@@ -126,4 +127,17 @@ def curves(side: Side) -> dict[int, dict[str, float]]:
             ]
             if known:
                 drawn[step][field] = statistics.median(known)
+        extra = extra_scalars(lines)
+        if extra:
+            drawn[step]["scalars"] = extra
     return drawn
+
+
+def extra_scalars(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The medians of what the engine recorded beside the fields of every run, by name."""
+    known: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.get("scalars", {}).items():
+            if value is not None:
+                known.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in known.items()}

@@ -1,7 +1,7 @@
-"""OUTSIDE the training processes: starts them, watches them, starts them again. Imports no torch.
+"""Starts the training processes, watches them, and starts them again. Imports no torch.
 
-budget.py                  Whether a run is started again after an attempt, and when: pure functio
-setup.py                   Makes the virtual environment, or checks the interpreter that the u
-slurm.py                   What a SLURM job does with the wish to be put back in the queue
-supervise.py               Keeps a run alive: one attempt after the other, until it ends by itsel
+budget.py       decides whether a run is started again after an attempt, and when
+setup.py        makes the virtual environment, or checks the interpreter that the user chose
+slurm.py        puts a SLURM job back in the queue where its run asks for it
+supervise.py    keeps a run alive: one attempt after the other
 """

@@ -1,15 +1,12 @@
-"""Whether a run is started again after an attempt, and when: pure functions of what the attempts
-were.
+"""Whether a run is started again after an attempt, and when: pure functions of its attempts.
 
-    finished, stopped            the end                 93        the end
-    75                           the end: requeue        76        again, at once
-    anything else                again, as long as attempts come farther than those before them
+    finished, stopped    the end                     93    the end: do not retry
+    75                   the end: requeue            76    again, at once
+    anything else        again, as long as attempts come farther than those before them
 
-The one rule: only progress buys another try. An attempt that adds no step and no checkpoint costs
-one
-of `restart.attempts`; a crash before the run's first step ever, or the same lack of memory at the
-same
-step, is not tried again. Units: seconds, steps.
+Rule: only progress buys another try. An attempt that adds no step and no checkpoint costs one of
+`restart.attempts`. A failure before the run's first step ever, and running out of memory twice
+after the same step, are not tried again. Units: seconds, steps.
 """
 
 from __future__ import annotations
@@ -18,29 +15,19 @@ from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY
 from launch.ranks.outcome import how
+from record.attempts import Attempt, Progress
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
-# A rank's own mistake, which the same code makes again.
+# Failures of the code itself, which the same code makes again.
 OWN = ("failed", "out_of_memory")
-# Not begun, refused, and the attempt before lost a host: that host's ranks may still hold the run.
+# The wait after an attempt that was refused before it began, when the one before had lost a host:
+# ranks of that host may still hold the run.
 BUSY_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What became of one attempt. `place` is (segment, step, saved step) of the run after it."""
-
-    cause: str
-    status: int
-    place: tuple[int, int, int]
-    has_begun: bool
-    rank: int | None = None
-    host: str | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What follows. `why` is for a person; `is_final` = the run is given up, with a bundle."""
+class RestartVerdict:
+    """What follows an attempt. `why` is for a person; `is_final` = the run is given up."""
 
     again: bool
     status: int = 0
@@ -50,64 +37,70 @@ class Verdict:
 
 
 class Budget:
-    """Judges the attempts of one launch, one after the other."""
+    """Judges the attempts of one launch, one after the other.
 
-    def __init__(self, attempts: int, place: tuple[int, int, int], busy_s: float = 0.0):
+    `progress` is how far the run had come before them; `busy_s` is how long the ranks of a lost
+    host may still hold the run.
+    """
+
+    def __init__(self, attempts: int, progress: Progress, busy_s: float = 0.0):
         self._attempts, self._busy_s = attempts, busy_s
-        self._best_step, self._best_saved = place[:2], (place[0], place[2])
+        self._best_step = (progress.segment, progress.step)
+        self._best_saved = (progress.segment, progress.saved_step)
         self._fruitless = 0
         self._oom_at: tuple[int, int] | None = None
         self._last: Attempt | None = None
         self._busy_for_s = 0.0
 
-    def judge(self, attempt: Attempt) -> Verdict:
-        """What to do after `attempt`."""
+    def judge(self, attempt: Attempt) -> RestartVerdict:
+        """Decide what follows `attempt`."""
         before, self._last = self._last, attempt
+
+        # The end that was asked for.
         if attempt.cause in ("finished", "stopped", "preempted"):
-            return Verdict(False, attempt.status)
-        if self._waits_for_ghosts(attempt, before):
+            return RestartVerdict(False, attempt.status)
+
+        # Ends that no other try can change.
+        if self._waits_for_cut_off_ranks(attempt, before):
             self._last = before
-            return Verdict(True, 0, BUSY_WAIT_S, "ranks that were cut off may still hold the run")
-        if self._best_step[1] and attempt.place == (0, 0, 0):
-            why = (
-                f"nothing is left of the run's folder, which had come to step {self._best_step[1]}"
-            )
-            return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
-        if attempt.cause == "refused" or self._attempts == 0:
-            return Verdict(False, attempt.status)
-        has_progressed = self._has_progressed(attempt)
+            why = "ranks that were cut off may still hold the run"
+            return RestartVerdict(True, 0, BUSY_WAIT_S, why)
+        if self._best_step[1] and is_nothing(attempt.progress):
+            step = self._best_step[1]
+            return final(f"nothing is left of the run's folder, which had come to step {step}")
+        if attempt.cause in ("refused", "gave_up") or self._attempts == 0:
+            return RestartVerdict(False, attempt.status)
+        has_progressed = self._has_progressed(attempt.progress)
         if attempt.cause == "rewound" and (has_progressed or attempt.has_begun):
-            return Verdict(True, why="the run was taken back")
-        if self._best_step[1] == 0 and attempt.cause in OWN:
-            return Verdict(
-                False, attempt.status
-            )  # the first step was never done: a mistake to mend
-        why = self._same_out_of_memory(attempt)
-        if why:
-            return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
+            return RestartVerdict(True, why="the run was taken back")
+        if self._best_step[1] == 0 and attempt.cause in OWN:  # a mistake that a person must correct
+            return RestartVerdict(False, attempt.status)
+        if why := self._same_out_of_memory(attempt):
+            return final(why)
+
+        # Another try, as long as some are left.
         self._fruitless = 0 if has_progressed else self._fruitless + 1
         if self._fruitless >= self._attempts:
-            why = (
+            return final(
                 f"{self._fruitless} attempts in a row added no step and no checkpoint beyond step"
                 f" {self._best_step[1]} (restart.attempts={self._attempts})"
             )
-            return Verdict(False, DO_NOT_RETRY, why=why, is_final=True)
         wait_s = FIRST_WAIT_S * 2 ** (self._fruitless - 1) if self._fruitless else 0.0
         left = self._attempts - self._fruitless
-        return Verdict(
-            True, 0, min(wait_s, LONGEST_WAIT_S), f"{describe(attempt)}; {left} tries left"
-        )
+        why = f"{describe(attempt)}; {left} tries left"
+        return RestartVerdict(True, 0, min(wait_s, LONGEST_WAIT_S), why)
 
-    def _has_progressed(self, attempt: Attempt) -> bool:
+    def _has_progressed(self, now: Progress) -> bool:
         """Whether the run is farther than ever; remembers how far. A new segment counts anew."""
-        segment, step, saved = attempt.place
-        is_farther = (segment, step) > self._best_step or (segment, saved) > self._best_saved
-        self._best_step = max(self._best_step, (segment, step))
-        self._best_saved = max(self._best_saved, (segment, saved))
+        step, saved = (now.segment, now.step), (now.segment, now.saved_step)
+        is_farther = step > self._best_step or saved > self._best_saved
+        self._best_step = max(self._best_step, step)
+        self._best_saved = max(self._best_saved, saved)
         return is_farther
 
     def _same_out_of_memory(self, attempt: Attempt) -> str:
-        here = attempt.place[:2]
+        """Why running out of memory would happen again; empty where it may not."""
+        here = (attempt.progress.segment, attempt.progress.step)
         if attempt.cause != "out_of_memory":
             self._oom_at = None
         elif self._oom_at == here:
@@ -116,16 +109,27 @@ class Budget:
             self._oom_at = here
         return ""
 
-    def _waits_for_ghosts(self, attempt: Attempt, before: Attempt | None) -> bool:
-        is_ghost = (
+    def _waits_for_cut_off_ranks(self, attempt: Attempt, before: Attempt | None) -> bool:
+        """Whether ranks of a lost host may be why the run is busy, for `busy_s` at most."""
+        is_busy = (
             attempt.cause == "refused"
             and not attempt.has_begun
             and before is not None
             and before.cause in ("lost_host", "hung")
             and self._busy_for_s < self._busy_s
         )
-        self._busy_for_s = self._busy_for_s + BUSY_WAIT_S if is_ghost else 0.0
-        return is_ghost
+        self._busy_for_s = self._busy_for_s + BUSY_WAIT_S if is_busy else 0.0
+        return is_busy
+
+
+def is_nothing(progress: Progress) -> bool:
+    """Whether a run has neither a step nor a checkpoint."""
+    return (progress.segment, progress.step, progress.saved_step) == (0, 0, 0)
+
+
+def final(why: str) -> RestartVerdict:
+    """The run is given up."""
+    return RestartVerdict(False, DO_NOT_RETRY, why=why, is_final=True)
 
 
 def describe(attempt: Attempt) -> str:
@@ -142,4 +146,5 @@ def describe(attempt: Attempt) -> str:
 
 
 def _as_popen(status: int) -> int:
+    """The status of a killed process as Popen gives it: minus the signal."""
     return 128 - status if status > 128 else status

@@ -1,11 +1,11 @@
 """Makes the virtual environment, or checks the interpreter that the user chose.
 
-Runs before anything is installed, so it uses the standard library alone. The one rule: a torch that
-is already there is never replaced. States: no venv -> being filled -> `ready` stamp; an interrupted
-set-up has no stamp and is simply continued.
-
-    python3 launch/setup.py .venv             make or refresh the venv
+    python3 launch/setup.py .venv             make or refresh the environment
     python launch/setup.py --check [tests]    check this interpreter, install nothing
+
+It runs before anything is installed, so it uses the standard library alone. Rule: a torch that is
+already there is never replaced. States: no environment -> being filled -> file `ready`. A set-up
+that was interrupted has no such file; the next call continues it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of the two commands above; returns the exit status."""
+    """Run one of the two commands above; returns the exit status."""
     if sys.version_info < OLDEST_PYTHON:
         return _fail(
             f"Python {sys.version.split()[0]} at {sys.executable} is older than 3.11; choose"
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_venv(folder: Path) -> int:
-    """Create `folder`, install what is missing, and stamp it `ready`."""
+    """Create `folder`, install what is missing, and mark it `ready`."""
     if launched_by_cluster():
         return _fail(
             "this process was started by torchrun or SLURM and nothing is installed then; run"
@@ -61,7 +61,7 @@ def make_venv(folder: Path) -> int:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Two first calls at once fill `folder` one after the other."""
+    """Let two first calls at once fill `folder` one after the other."""
     with open(folder / "setup.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks
             try:
@@ -96,8 +96,9 @@ def fill(folder: Path) -> int:
 
 
 def check(for_tests: bool) -> int:
-    """Whether this interpreter has torch and what requirements.txt lists; names what lacks. Only
-    tests need what stands below the line `# tests`.
+    """Check that this interpreter has torch and the packages of requirements.txt; name the others.
+
+    Only tests need what stands below the line `# tests`.
     """
     lines = REQUIREMENTS.read_text().splitlines()
     lines = lines if for_tests else lines[: lines.index("# tests")]

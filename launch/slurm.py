@@ -1,7 +1,7 @@
-"""What a SLURM job does with the wish to be put back in the queue.
+"""Puts a SLURM job back in the queue where its run asks for it.
 
-The one rule: SLURM is asked with its own command; where that fails the exit status says it (75),
-which sites may set to requeue by itself (RequeueExit in slurm.conf).
+Rule: SLURM is asked with its own command. Where that fails the exit status (75) still asks for it,
+which sites may let requeue a job by itself (RequeueExit in slurm.conf).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The decoder: single-device code that knows nothing of the cluster.
 
-attention.py               Causal attention that stays inside documents, and the rotary positi
-config.py                  The shape of the decoder as a Hugging Face configuration, and the s
-cost.py                    Exact arithmetic of the decoder: parameters, FLOPs per token, bytes
-decoder.py                 The decoder: embedding, blocks of attention and gated MLP, norm, he
-init.py                    Initial weights as a pure function of (seed, canonical name, shape)
-layers.py                  The small modules a decoder block is made of: matrix product, embed
-loss.py                    Next-token cross-entropy without ever holding all logits
-recompute.py               What a block keeps for its backward, and what it runs again
+attention.py               Causal attention inside documents, and rotary positions
+config.py                  The decoder's shape as a Hugging Face configuration
+cost.py                    Parameters, FLOPs per token and bytes of activations, as formulas
+decoder.py                 Embedding, blocks, norm and head
+init.py                    Initial weights, equal on every layout
+layers.py                  Matrix product, embedding and RMSNorm
+loss.py                    Cross-entropy that never holds all logits
+recompute.py               Activation checkpointing
 """

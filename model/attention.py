@@ -1,11 +1,13 @@
-"""Causal attention that stays inside documents, and the rotary positions that restart with them.
+"""Causal attention inside documents, and rotary positions that restart with each document.
 
     once per forward:  segment_ids or cu_seqlens -> start of each token's document -> tables, mask
     in every block:    q, k, v and those -> attention()
 
-One rule: shapes are fixed and nothing depends on values, so no step synchronises with the device
-and a block compiles whole. Query i sees key j if start(i) <= j <= i; that one comparison is
-document isolation and causality together.
+Query i sees key j if start(i) <= j <= i; this one comparison gives causality and isolation of
+documents together.
+
+Rule: shapes are fixed and do not depend on values, so no step synchronises with the device and a
+block compiles whole.
 
 Letters in names: B batch, T tokens of a window, H query heads, K key/value heads, D head_dim.
 """
@@ -32,14 +34,12 @@ _VARLEN_HAS_GQA = "enable_gqa" in _VARLEN_KEYWORDS
 
 @dataclass(frozen=True)
 class Attend:
-    """What every block needs to know about the window: who sees whom, and where. Made by `prepare`,
-    once per forward.
+    """Positions and visibility of the tokens of a window, made by `prepare` once per forward.
 
-    cos, sin: (B or 1, T, 1, D) rotary tables in the type of the activations.
-    mask: (B, 1, T, T) additive, 0 or -inf, or None for plain causal or when the kernel reads
-    cu_seqlens.
-    cu_seqlens, max_seqlen: int32 boundaries of the documents in the flattened batch and the longest
-    one, or None.
+    cos, sin: (B or 1, T, 1, D), rotary tables in the dtype of the activations.
+    mask: (B, 1, T, T) additive, 0 or -inf; None: plain causal, or the kernel reads cu_seqlens.
+    cu_seqlens, max_seqlen: int32 boundaries of the documents in the flattened batch, and the
+    length of the longest one; or None.
     """
 
     cos: Tensor
@@ -52,8 +52,9 @@ class Attend:
 def document_starts(
     segment_ids: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
 ) -> Tensor:
-    """Where in its window each token's document begins, (B, T) int64. A document is a run of equal
-    segment ids.
+    """Position at which each token's document begins in its window, (B, T) int64.
+
+    segment_ids: (B, T); a document is a run of equal ids.
 
     cu_seqlens: boundaries in the flattened (B * T) batch, every window boundary among them; padding
     at the end repeats the last. Used only where segment_ids is None.
@@ -88,7 +89,7 @@ def rotary_tables(
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (i, i + D/2) of every head by its rotary angle."""
+    """Rotate each pair (i, i + D/2) of every head by its angle; x and result (B, T, H, D)."""
     left, right = x_BTHD.chunk(2, dim=-1)
     return x_BTHD * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -101,8 +102,9 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Attend:
-    """The `Attend` of one micro-batch; without segment_ids and cu_seqlens the whole window is one
-    document.
+    """The `Attend` of one micro-batch.
+
+    Without segment_ids and cu_seqlens the whole window is one document.
 
     like: (B, T, hidden), gives batch, length, device and type. segment_ids: (B, T), equal inside a
     document and different next to its neighbours. cu_seqlens and max_seqlen: the same documents for
@@ -126,7 +128,7 @@ def prepare(
 
 
 def _has_varlen_kernel(like: Tensor, head_dim: int) -> bool:
-    """Flash attention: CUDA, 16 bit, head_dim a multiple of 8 up to 256."""
+    """True where flash attention can run: CUDA, 16 bit, head_dim a multiple of 8 up to 256."""
     is_16_bit = like.dtype in (torch.bfloat16, torch.float16)
     return like.is_cuda and is_16_bit and head_dim % 8 == 0 and head_dim <= 256
 

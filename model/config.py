@@ -1,9 +1,8 @@
-"""The shape of the decoder as a Hugging Face configuration, and the same shape under the name other
-tools know.
+"""The shape of the decoder as a Hugging Face configuration, and its export as a known family.
 
-One rule: field names and meanings are those of `LlamaConfig`, so a trained model leaves as Llama,
-Qwen2 or Qwen3 without renaming a weight. `qkv_bias` is Qwen2's difference from Llama, `qk_norm` is
-Qwen3's.
+Rule: field names and meanings are those of `LlamaConfig`, so a trained model is exported as Llama,
+Qwen2 or Qwen3 without renaming a weight. Qwen2 differs from Llama by `qkv_bias`, Qwen3 by
+`qk_norm`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ EXPORTED = (*SIZES, "head_dim", "rms_norm_eps", "tie_word_embeddings", "initiali
 
 
 class DecoderConfig(PretrainedConfig):
-    """Shape of a decoder-only language model; sizes in elements, `max_position_embeddings` in
-    tokens.
+    """Shape of a decoder-only language model.
 
-    Raises ValueError naming every illegal field at once. `head_dim=None` means hidden_size /
-    num_attention_heads and `num_key_value_heads=None` as many as query heads; both are numbers
-    after construction.
+    Sizes are in elements, `max_position_embeddings` in tokens. Raises ValueError naming every
+    illegal field at once. `head_dim=None` means hidden_size / num_attention_heads and
+    `num_key_value_heads=None` as many as query heads; both are numbers after construction.
     """
 
     model_type = "decoder"
@@ -123,10 +121,9 @@ def _problems(config: DecoderConfig) -> list[str]:
 
 
 def hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` under which Transformers and vLLM load these weights: Llama, Qwen2 or
-    Qwen3.
+    """The `config.json` of these weights for Transformers and vLLM, as Llama, Qwen2 or Qwen3.
 
-    Names in the state dict are equal, so export is this dict plus the weights. Special token ids
+    Names in the state dict are equal, so an export is this dict and the weights. Special token ids
     are those set on `config`, else None. Raises ValueError for `qkv_bias` with `qk_norm`: no family
     has both without other biases.
     """

@@ -1,9 +1,8 @@
-"""Exact arithmetic of the decoder: parameters, FLOPs per token, bytes of activations. No torch, no
-model is built.
+"""Exact arithmetic of the decoder: parameters, FLOPs per token, bytes of activations.
 
-One rule: each number is a closed formula over the shape, held against the built model by a test.
-`shape` is anything with the fields of `recipes.schema.Model` or `DecoderConfig`. Units: parameters,
-FLOPs (a multiply-add is two), bytes.
+Each number is a closed formula over the shape; tests compare it with the built model. No torch, and
+no model is built. `shape` is anything with the fields of `recipes.schema.Model` or `DecoderConfig`.
+Units: parameters, FLOPs (a multiply-add is two), bytes.
 
 Letters: H hidden_size, I intermediate_size, L num_hidden_layers, V vocab_size, D head_dim, A query
 heads, K key/value heads, T tokens of a sequence.
@@ -28,8 +27,11 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
 @dataclass(frozen=True)
 class Parameters:
-    """Number of parameters by place. `head` is 0 where the embedding is tied; `norms` are those of
-    the blocks and the last one, and `block` is one block with its norms."""
+    """Numbers of parameters.
+
+    `head` is 0 where the embedding is tied. `norms` counts those of all blocks and the last one;
+    `block` is one block with its norms.
+    """
 
     embedding: int
     head: int
@@ -40,10 +42,12 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank for one micro-batch. `saved`: kept from forward to backward, proportional
-    to micro_batch.
-    `workspace`: the loss's chunk of logits and the head's gradient, alive at the moment `saved` is
-    complete and independent of micro_batch once it fills a chunk."""
+    """Bytes on one rank for one micro-batch.
+
+    `saved` is kept from forward to backward and is proportional to micro_batch. `workspace` is the
+    loss's chunk of logits and the head's gradient; it exists when `saved` is complete and does not
+    depend on micro_batch once that fills a chunk.
+    """
 
     saved: int
     workspace: int
@@ -54,7 +58,7 @@ class Activations:
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits exist at one time."""
     return max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"]) // vocab_size)
 
 
@@ -98,8 +102,9 @@ def num_parameters(shape) -> int:
 
 
 def flops_per_token(shape, seq_len: int, convention: str = "palm") -> int:
-    """FLOPs of training on one token: forward, and twice that for backward. Recomputed forwards do
-    not count.
+    """FLOPs of training on one token: forward, and twice as much for backward.
+
+    Recomputed forwards do not count.
 
     "palm" (Chowdhery et al., 2022, appendix B; MFU uses it): 6 M + 12 L A D T. M is the parameters
     of matrix products: all block matrices, and V H once for the head, tied or not; the embedding is
@@ -117,7 +122,7 @@ def flops_per_token(shape, seq_len: int, convention: str = "palm") -> int:
 
 
 def _block_bytes_per_token(shape, width: int) -> int:
-    """What one block keeps for its backward, run eagerly with a fused attention kernel.
+    """Bytes per token that one block keeps for its backward, eager, with fused attention.
 
     In elements of `width` bytes: both norms' inputs and outputs 4 H; q, k (rotated), v and the
     attention's output 2 A D + 2 K D; with qk_norm also q and k before it; gate, up, silu(gate) and
@@ -135,8 +140,10 @@ def _block_bytes_per_token(shape, width: int) -> int:
 
 
 def _selective_bytes_per_token(shape, width: int) -> int:
-    """What a block keeps that runs again all but its products: its input, the outputs of the seven
-    products and of attention, with attention's log-sum-exp in fp32.
+    """Bytes per token that a block with selective recomputation keeps.
+
+    They are its input, the outputs of the seven products and of attention, and attention's
+    log-sum-exp in fp32.
     """
     _, query, key = _widths(shape)
     elements = 3 * shape.hidden_size + 2 * query + 2 * key + 2 * shape.intermediate_size
@@ -144,10 +151,9 @@ def _selective_bytes_per_token(shape, width: int) -> int:
 
 
 def recomputed(recompute: str, index: int) -> str:
-    """none, selective or full: what block number `index` does under the knob `recompute`, see
-    `model.recompute`.
+    """What block number `index` does under the knob `recompute`: none, selective or full.
 
-    Raises ValueError for a value that the knob does not have.
+    See `model.recompute`. Raises ValueError for a value that the knob does not have.
     """
     if recompute in ("none", "selective", "full"):
         return recompute
@@ -158,7 +164,7 @@ def recomputed(recompute: str, index: int) -> str:
 
 
 def blocks_recomputed(recompute: str, blocks: int) -> int:
-    """How many of the first `blocks` blocks run again whole in backward."""
+    """Number of the first `blocks` blocks that are recomputed whole in backward."""
     return sum(recomputed(recompute, index) == "full" for index in range(blocks))
 
 

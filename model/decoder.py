@@ -1,10 +1,10 @@
-"""The decoder: embedding, blocks of attention and gated MLP, norm, head; a Hugging Face model with
-Llama's names.
+"""The decoder: embedding, blocks of attention and gated MLP, norm, head, under Llama's names.
 
-One rule: this is single-device code that knows nothing of the cluster. Blocks are pure functions of
-(hidden, Attend); head counts come from the width of the projections, so a tensor-parallel cut only
-replaces `Linear`s, and a pipeline stage only takes some of the blocks. Weights are uninitialised
-until `model.init` or a checkpoint sets them.
+It is a Hugging Face model. Blocks are pure functions of (hidden, Attend). Head counts come from the
+width of the projections, so tensor parallelism only replaces `Linear`s, and a pipeline stage only
+takes some of the blocks. Weights are uninitialised until `model.init` or a checkpoint sets them.
+
+Rule: this is single-device code that knows nothing of ranks or hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from model.recompute import run
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions; bias on q, k, v (Qwen2) and RMSNorm per
-    head (Qwen3) optional.
+    """Grouped-query self-attention with rotary positions.
+
+    Optional: bias on q, k and v (Qwen2), RMSNorm per head (Qwen3).
     """
 
     def __init__(self, config: DecoderConfig):
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
 
     def leave(self, heads: Tensor) -> Tensor:
-        """(batch, seq, heads * head_dim) -> what is added to the residual stream."""
+        """(batch, seq, heads * head_dim) -> (batch, seq, hidden), for the residual stream."""
         return self.o_proj(heads)
 
 
@@ -72,8 +73,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        update_gate, up = self.enter(hidden)
-        return self.down_proj(F.silu(update_gate) * up)
+        gate, up = self.enter(hidden)
+        return self.down_proj(F.silu(gate) * up)
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """gate and up, (batch, seq, intermediate)."""
@@ -106,9 +107,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(PreTrainedModel):
-    """Decoder-only language model. Attribute `recompute`, set by the caller: see
-    `cost.recomputed`.
-    """
+    """A decoder-only language model. The caller may set `recompute`, see `cost.recomputed`."""
 
     config_class = DecoderConfig
     base_model_prefix = "model"
@@ -125,8 +124,9 @@ class Decoder(PreTrainedModel):
         self.post_init()
 
     def init_weights(self) -> None:
-        """Nothing: tied above, filled by `model.init`. Transformers would draw here, and under
-        zero.Init into size 0.
+        """Do nothing: weights are tied above and filled by `model.init`.
+
+        Transformers would draw weights here, under zero.Init into parameters of size 0.
         """
 
     @property
@@ -168,17 +168,16 @@ class Decoder(PreTrainedModel):
 def run_blocks(
     blocks: Iterable[Block], hidden: Tensor, attend: Attend, recompute: str = "none", first: int = 0
 ) -> Tensor:
-    """`hidden` through `blocks`, the first of which is block number `first` of the decoder."""
+    """`hidden` (batch, seq, hidden) after `blocks`; the first is the decoder's block `first`."""
     for index, block in enumerate(blocks, first):
         hidden = run(block, hidden, attend, recomputed(recompute, index))
     return hidden
 
 
 def compile_blocks(blocks: Iterable[Block], backend: str = "inductor") -> None:
-    """Compiles every block whole, in place; equal blocks share one compilation.
+    """Compile every block whole, in place; equal blocks share one compilation.
 
-    `forward` is replaced, not `__call__`: hooks that others hang on the block (ZeRO-3 gathers
-    there) stay outside.
+    `forward` is replaced, not `__call__`, so hooks on the block stay outside: ZeRO-3 gathers there.
     """
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)

@@ -1,10 +1,10 @@
-"""Initial weights as a pure function of (seed, canonical name, shape): the same on every layout and
-in every order.
+"""Initial weights as a pure function of (seed, canonical name, shape), equal on every layout.
 
-One rule: no generator is shared. A matrix is drawn in blocks of BLOCK_ROWS rows, each from its own
-torch generator on the CPU, in fp32, seeded by `block_seed(seed, name, block)`; whoever owns some
-rows draws only the blocks they touch, and no host ever holds more than one block beyond the weight
-it fills.
+A matrix is drawn in blocks of BLOCK_ROWS rows, each from its own torch generator on the CPU, in
+fp32, seeded by `block_seed(seed, name, block)`. A rank that owns some rows draws only the blocks
+that contain them, and no host holds more than one block beyond the weight that it fills.
+
+Rule: no generator is shared between blocks, so the order of drawing does not matter.
 
 Distribution: matrices normal(0, initializer_range); the two projections that write into the
 residual stream, o_proj and down_proj, narrower by 1 / sqrt(2 * num_hidden_layers), so that the
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 # Part of the definition of every weight: changing it changes all of them. 256 rows of an 8192-wide
-# matrix are 8 MiB, and an embedding of 128k words takes 500 generators, which cost microseconds
+# matrix are 8 MiB, and an embedding of 128k rows takes 500 generators, which cost microseconds
 # each.
 BLOCK_ROWS = 256
 
@@ -30,8 +30,9 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
 def block_seed(seed: int, name: str, block: int) -> int:
-    """Seed of one block's generator: the first 8 bytes, big-endian, of SHA-256 of
-    "seed|name|block", without the sign.
+    """Seed of one block's generator.
+
+    It is the first 8 bytes, big-endian, of SHA-256 of "seed|name|block", without the sign bit.
     """
     digest = hashlib.sha256(f"{seed}|{name}|{block}".encode()).digest()
     return int.from_bytes(digest[:8], "big") & (2**63 - 1)
@@ -78,10 +79,10 @@ def initial_weight(
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Sets every parameter of a whole decoder to its initial value in place, one block of rows at a
-    time; `runtime.engine.initial_weights` does so for what a rank owns.
+    """Set every parameter of a whole decoder to its initial value, one block of rows at a time.
 
-    Tied weights are visited once, under their first name (the embedding's).
+    `runtime.engine.initial_weights` does the same for the part that a rank owns. Tied weights are
+    visited once, under their first name (the embedding's).
     """
     for name, parameter in model.named_parameters():
         for start in range(0, parameter.shape[0], BLOCK_ROWS):

@@ -1,9 +1,10 @@
-"""The small modules a decoder block is made of: matrix product, embedding, RMSNorm.
+"""The small modules of a decoder block: matrix product, embedding, RMSNorm.
 
-One rule: a module reads only its own weights, inside its own forward. ZeRO-3 gathers a weight
-around exactly that call, and tensor parallel swaps these modules for sharded ones with the same
-call. Weights are left uninitialised: every value comes from `model.init` or a checkpoint, and
-drawing them here first would cost minutes at 7B.
+Weights are left uninitialised: every value comes from `model.init` or a checkpoint, and drawing
+them here first would cost minutes at 7B.
+
+Rule: a module reads only its own weights, inside its own forward. ZeRO-3 gathers a weight around
+exactly that call, and tensor parallelism replaces these modules by sharded ones with the same call.
 """
 
 from __future__ import annotations
@@ -12,26 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Whether oneDNN runs bf16 matrix products on this CPU (AVX-512 or Arm bf16); a build without oneDNN
-# lacks the question. Asked once: a compiled block must not call out.
+# True where oneDNN runs bf16 matrix products on this CPU (AVX-512 or Arm bf16); a build of torch
+# without oneDNN has no such operator. Read once, because a compiled block must not call it.
 _bf16_probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 CPU_HAS_BF16_PRODUCTS = bool(_bf16_probe and _bf16_probe())
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The type in which matrix products of `tensor` run: its own, but fp32 for bf16 on a CPU
-    without bf16 units.
+    """The dtype in which matrix products of `tensor` run.
 
-    There torch falls back to a scalar loop, up to a hundred times slower than fp32 (2048x8192 by
-    8192x256 on one AVX2 core: 10.7 s against 0.1 s). Products in fp32, rounded once, are also the
-    more exact ones.
+    It is the tensor's own dtype, but fp32 for bf16 on a CPU without bf16 units. There torch falls
+    back to a scalar loop, up to a hundred times slower than fp32 (2048x8192 by 8192x256 on one AVX2
+    core: 10.7 s against 0.1 s). Products in fp32, rounded once, are also the more exact ones.
     """
     is_slow = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
     return torch.float32 if is_slow and not CPU_HAS_BF16_PRODUCTS else tensor.dtype
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T + bias computed in fp32, everything stored in the type it came in."""
+    """x @ weight.T + bias, computed in fp32 and stored in the dtype of the inputs."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -51,9 +51,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, in `product_dtype`. x (..., in), weight (out, in) -> (..., out) in the type of
-    x.
-    """
+    """`F.linear` in `product_dtype`: x (..., in), weight (out, in) -> (..., out), dtype of x."""
     if product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     return _WideProduct.apply(x, weight, bias)
@@ -77,8 +75,9 @@ class Embedding(nn.Embedding):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that keeps x and one number per row for backward, where autograd's own would keep two
-    fp32 copies of x.
+    """RMSNorm that keeps x and one number per row for backward.
+
+    Autograd's own backward would keep two fp32 copies of x.
     """
 
     @staticmethod
@@ -100,18 +99,18 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, in the type of x."""
-    # One kernel on CUDA; the same arithmetic and the same two things kept. Compiled by torch 2.11,
-    # `_RMSNorm` has wrong gradients without a word: what forward saved beside its inputs is lost.
+    # torch's kernel keeps the same two tensors and computes the same. torch 2.11 compiles
+    # `_RMSNorm` with silently wrong gradients: it loses what forward saved beside its inputs.
     if x.is_cuda or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded once (Zhang and
-    Sennrich, 2019).
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich, 2019).
 
-    Llama's, except that Llama rounds 16-bit activations a second time, before the weight.
+    Computed in fp32 and rounded once; Llama's rounds 16-bit activations a second time, before the
+    product with the weight.
     """
 
     def __init__(self, size: int, eps: float):

@@ -1,15 +1,14 @@
-"""Next-token cross-entropy without ever holding all logits.
+"""Next-token cross-entropy that never holds all logits.
 
-One rule: the loss is sum over targets / number of items, in fp32, and `num_items` is given by the
-caller (targets of the global batch), so neither padding nor the way a batch is cut changes what a
-token weighs.
+Logits of N tokens are N * vocab_size numbers, with 128k rows more than the rest of the model. Here
+a chunk of tokens goes through the head, its loss and both gradients are computed at once, and its
+logits are freed. The head needs three matrix products, as in the plain form; recomputing logits in
+backward would need a fourth. The price: the gradient of the head's weight exists from the forward
+on, when activations peak. Without gradients (evaluation) only the first product runs.
 
-Logits of N tokens are N * vocabulary numbers, at 128k words more than the rest of the model. Here a
-chunk of tokens is pushed through the head, its loss and its two gradients are taken at once, and
-its logits are dropped: three matrix products for the head as in the plain form, where recomputing
-logits in backward would take a fourth. The price is that the head's weight gradient exists from the
-forward on, the moment at which activations peak. Without gradients (evaluation) only the first
-product runs.
+Rule: the loss is the sum over targets divided by `num_items`, in fp32, and the caller gives
+`num_items` (targets of the global batch). So neither padding nor the split of a batch into
+micro-batches changes the weight of a token.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ IGNORED = -100  # label of a token without target; the value of torch and Transf
 def judge(logits: Tensor, target: Tensor, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
     """-log softmax(logits)[target] and its gradient in logits, softmax - one-hot, or None.
 
-    logits (n, vocab_size) fp32, target (n, 1) int64 -> (n, 1) and (n, vocab_size), which may be
-    written over the logits. Another one may be given to `cross_entropy` where the rows of weight
-    are only some of the vocabulary.
+    logits (n, vocab_size) fp32, target (n, 1) int64 -> (n, 1) and (n, vocab_size). The gradient
+    may overwrite the logits. Tensor parallelism gives `cross_entropy` another function, because a
+    rank holds only some rows of the weight.
     """
     if not with_gradients:
         return logits.logsumexp(-1, keepdim=True) - logits.gather(1, target), None
@@ -51,13 +50,12 @@ def cross_entropy(
     judge: Judge = judge,
     chunk: int | None = None,
 ) -> Tensor:
-    """Sum of -log softmax(hidden @ weight.T)[label] over labels != IGNORED, divided by num_items;
-    an fp32 scalar.
+    """Sum of -log softmax(hidden @ weight.T)[label] over labels != IGNORED, divided by num_items.
 
-    hidden (..., hidden_size), weight (vocab_size, hidden_size), labels (...) int64, each the target
-    of the hidden state in the same place. num_items: default, the number of targets in labels. No
-    targets at all: 0, not NaN. chunk: tokens whose logits exist at one time, default by the size of
-    weight.
+    hidden (..., hidden_size), weight (vocab_size, hidden_size), labels (...) int64: the target of
+    the hidden state in the same place. Returns an fp32 scalar; without any target it is 0, not NaN.
+    num_items: by default the number of targets in labels. chunk: tokens whose logits exist at one
+    time, by default chosen by the size of weight.
     """
     labels = labels.reshape(-1)
     if num_items is None:
@@ -117,8 +115,8 @@ def _run(
 def _softmax_and_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(logits) and -log of its target entries, (n, 1). logits are fp32.
 
-    log(sum(exp)) is read off the largest entry, whose probability cannot underflow: one exponential
-    per logit.
+    log(sum(exp)) is taken from the largest entry, whose probability cannot underflow, so there is
+    one exponential per logit.
     """
     largest, chosen = logits.amax(-1, keepdim=True), logits.gather(1, target)
     probabilities = torch.softmax(logits, dim=-1)
@@ -135,11 +133,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Head(Linear):
-    """The output projection, which is also where the loss is taken: only inside this call is its
-    weight whole under ZeRO-3, tied or not.
+    """The output projection, which also computes the loss.
 
-    head(hidden) -> logits (..., vocab_size); head(hidden, labels, num_items) -> fp32 scalar, see
-    `cross_entropy`.
+    Only inside this call is its weight whole under ZeRO-3, tied or not. head(hidden) -> logits
+    (..., vocab_size); head(hidden, labels, num_items) -> fp32 scalar, see `cross_entropy`.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int):

@@ -1,12 +1,12 @@
-"""What a block keeps for its backward, and what it runs again.
+"""Activation checkpointing: what a block keeps for its backward, and what it computes again.
 
-    none        everything
-    selective   matrix products, attention and what came from other ranks; the cheap rest runs again
-    full        only its input
-    every-K     full in blocks 0, K, 2K, ..., nothing in the others
+    none        keeps everything
+    selective   keeps matrix products, attention and what came from other ranks
+    full        keeps only its input
+    every-K     full in blocks 0, K, 2K, ..., none in the others
 
-The one rule: numbers do not change. There is no dropout, hence no random state worth the device
-synchronisation of saving it.
+Rule: numbers do not change. There is no dropout, so the random state is not saved, which would
+synchronise with the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT = re.compile(
 
 
 def run(block: nn.Module, hidden: Tensor, attend, how: str) -> Tensor:
-    """block(hidden, attend), keeping for backward what `how` says."""
+    """block(hidden, attend); `how` is none, selective or full."""
     if how == "none" or not torch.is_grad_enabled():
         return block(hidden, attend)
     keywords = {"use_reentrant": False, "preserve_rng_state": False}

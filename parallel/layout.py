@@ -1,9 +1,10 @@
-"""Which rank does what: the axes of ranks, their sizes, and which combinations are legal.
+"""Layouts: the axes of ranks, their sizes, and the place of each rank on them.
 
-Rank order, fastest first: tensor, context, data, pipeline. Tensor ranks are therefore neighbours on
-one host, and only pipeline stages (the least traffic) are far apart. The one rule: everything here
-is arithmetic on a recipe and a number of ranks - no torch, no process group, no clock - so any
-machine can work out any rank's place.
+Order of ranks, fastest axis first: tensor, context, data, pipeline. Tensor ranks are therefore
+neighbours on one host, and only pipeline stages, which communicate least, are far apart.
+
+Rule: everything here is arithmetic on a recipe and a number of ranks, without torch, process group
+or clock, so any machine can compute any rank's place.
 
 Units: ranks, sequences, tokens.
 """
@@ -17,9 +18,9 @@ from typing import NamedTuple
 from base.errors import UserError
 from base.values import counted
 from model.cost import parameters
-from parallel.legal import batch_pieces, nearest, problems
+from parallel.legal import nearest, problems
 from parallel.stages import stage_bounds
-from recipes.schema import Model, Recipe
+from recipes.schema import Model, Recipe, batch_ramp
 
 
 class Coordinates(NamedTuple):
@@ -33,7 +34,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes of `world` ranks and how a global batch is cut over the data axis."""
+    """Sizes of the axes of `world` ranks, and the split of a global batch over the data axis."""
 
     world: int
     pipeline: int
@@ -65,7 +66,7 @@ class Layout:
 
     @property
     def accumulates(self) -> bool:
-        """Whether any step of the run sums gradients over several micro-batches."""
+        """True where any step of the run sums gradients over several micro-batches."""
         return any(count > 1 for _, count in self.accumulation)
 
     def describe(self) -> str:
@@ -106,34 +107,36 @@ def solve(recipe: Recipe, world: int, stage: int) -> Layout:
         tensor=axes.tensor,
         stage=stage,
         micro_batch=recipe.micro_batch,
-        accumulation=tuple((step, tokens // quantum) for step, tokens in batch_pieces(recipe)),
+        accumulation=tuple(
+            (step, tokens // quantum) for step, tokens in batch_ramp(recipe.batch_tokens)
+        ),
         bounds=stage_bounds(recipe) if axes.pipeline > 1 else (),
     )
 
 
 def share(number: int, size: int, index: int) -> range:
-    """Which of `number` indices rank `index` of `size` has: as even as can be, nothing padded."""
+    """The indices out of `number` that rank `index` of `size` holds: as even as possible."""
     return range(number * index // size, number * (index + 1) // size)
 
 
 def parameters_of(model: Model, layout: Layout, place: Coordinates) -> int:
-    """Parameters that the rank at `place` holds before ZeRO: its stage's, of those its share."""
+    """Parameters of the rank at `place` before ZeRO: its shard of its pipeline stage."""
     counted, tensor = parameters(model), layout.tensor
     last = layout.pipeline - 1
     first, end = layout.bounds[place.pipeline :][:2] if last else (0, model.num_hidden_layers)
     norms = (counted.norms - model.hidden_size) // model.num_hidden_layers
     total = (end - first) * ((counted.block - norms) // tensor + norms)
-    words = len(share(model.vocab_size, tensor, place.tensor)) * model.hidden_size
+    table = len(share(model.vocab_size, tensor, place.tensor)) * model.hidden_size
     if place.pipeline == 0:
-        total += words
+        total += table
     if place.pipeline == last:
         # A tied head on another stage than the embedding is a second copy of it.
-        total += model.hidden_size + (words if last or not model.tie_word_embeddings else 0)
+        total += model.hidden_size + (table if last or not model.tie_word_embeddings else 0)
     return total
 
 
 def parameters_per_stage(model: Model, layout: Layout) -> list[int]:
-    """Of the rank that holds most, in each pipeline stage."""
+    """Parameters on the most loaded rank of each pipeline stage, before ZeRO."""
     return [
         max(
             parameters_of(model, layout, Coordinates(stage, 0, 0, index))
@@ -144,7 +147,7 @@ def parameters_per_stage(model: Model, layout: Layout) -> list[int]:
 
 
 def most_parameters(model: Model, layout: Layout) -> int:
-    """Of the rank that holds most."""
+    """Parameters on the most loaded rank, before ZeRO."""
     return max(parameters_per_stage(model, layout))
 
 
@@ -154,7 +157,7 @@ def places(layout: Layout) -> list[list[int]]:
 
 
 def describe_places(layout: Layout, ranks_per_host: int) -> list[str]:
-    """Which ranks form the groups of each axis, and on which hosts they are; a line per axis."""
+    """One line per axis: the ranks of rank 0's group, and how many hosts they are on."""
     strides = {"tensor": 1, "context": layout.tensor, "data": layout.tensor * layout.context}
     strides["pipeline"] = strides["data"] * layout.data
     lines = []

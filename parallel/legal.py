@@ -1,8 +1,10 @@
-"""Which layouts are legal, as data and rules, and what to do about one that is not.
+"""Legal layouts, as rules and tables, and the nearest legal ones to a layout that is not.
 
-The one rule: a rule is a pure function of (recipe, ranks, ZeRO stage) that gives None, or one line
-with the knob, the value, the rule and the way out. `make layouts` prints what these say of every
-layout, `solve` refuses by them. No torch.
+`make layouts` prints the result for every layout; `layout.solve` refuses by the same rules. No
+torch.
+
+Rule: a rule is a pure function of (recipe, ranks, ZeRO stage) that returns None, or one line with
+the knob, the value, the rule and the way out.
 
 Units: ranks, sequences, tokens.
 """
@@ -15,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from base.values import counted
 from parallel.stages import bounds_problem
-from recipes.schema import Parallel, Recipe
+from recipes.schema import Parallel, Recipe, batch_ramp
 
 
 def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
-    """Every rule that `recipe` on `world` ranks breaks; [] where it is legal."""
+    """One line for every rule that `recipe` breaks on `world` ranks; [] where it is legal."""
     broken = [line for rule in RULES if (line := rule(recipe, world, stage))]
     shown = features(recipe, stage)
     broken += [
@@ -29,14 +31,15 @@ def problems(recipe: Recipe, world: int, stage: int) -> list[str]:
     if broken:
         return broken
     data = world // recipe.parallel.model_ranks
-    pieces = batch_pieces(recipe)
+    pieces = batch_ramp(recipe.batch_tokens)
     return [line for piece in pieces if (line := _batch_problem(recipe, data, *piece))]
 
 
 def candidates(recipe: Recipe, world: int) -> Iterator[tuple[Recipe, int]]:
-    """(recipe, ZeRO stage) of every way to give the axes sizes that divide `world`.
+    """(recipe, ZeRO stage) for all sizes of the axes that divide `world`.
 
-    Bounds of pipeline stages are left to the balance, except where they are the recipe's own.
+    Pipeline stages are balanced by cost, except with as many stages as the recipe has, whose own
+    bounds are kept.
     """
     own = recipe.parallel
     for tensor in divisors(world):
@@ -51,8 +54,9 @@ def candidates(recipe: Recipe, world: int) -> Iterator[tuple[Recipe, int]]:
 
 
 def nearest(recipe: Recipe, world: int, stage: int, most: int = 3) -> list[str]:
-    """The legal layouts most like the one that was asked for, as a line of overrides; [] where
-    there is none, or where no axis but data was asked for.
+    """One line with the legal layouts nearest to the recipe's, as overrides.
+
+    [] where there is none, or where the recipe uses no axis but data.
     """
     own = recipe.parallel
     if own.model_ranks == 1 or world < 1:
@@ -76,17 +80,10 @@ def nearest(recipe: Recipe, world: int, stage: int, most: int = 3) -> list[str]:
 
 
 def overrides(axes: Parallel, stage: int) -> str:
-    """What to give `make pretrain` for these sizes."""
+    """The overrides that give these sizes."""
     sizes = {axis: getattr(axes, axis) for axis in ("tensor", "context", "pipeline")}
-    words = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1]
-    return " ".join([*words, f"zero={stage}"])
-
-
-def batch_pieces(recipe: Recipe) -> list[tuple[int, int]]:
-    """[(first data step, tokens per step), ...] of a constant batch or a ramp."""
-    if isinstance(recipe.batch_tokens, int):
-        return [(0, recipe.batch_tokens)]
-    return [(step, tokens) for step, tokens in recipe.batch_tokens]
+    given = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return " ".join([*given, f"zero={stage}"])
 
 
 def _axes_divide_world(recipe: Recipe, world: int, stage: int) -> str | None:
@@ -108,7 +105,7 @@ def _stage_is_known(recipe: Recipe, world: int, stage: int) -> str | None:
     return f"zero={recipe.zero} means ZeRO stage {stage}; legal stages: 1, 2, 3"
 
 
-# Which two may not meet, and why. All other pairs of these features are legal, and trained.
+# Pairs that do not combine, and why. All other pairs of these features are legal, and trained.
 FEATURES = ("tensor", "context", "pipeline", "zero 1", "zero 2", "zero 3")
 REFUSED = {
     ("pipeline", "zero 2"): "a pipeline keeps gradients of several micro-batches, which ZeRO-2"
@@ -121,14 +118,14 @@ REFUSED = {
 
 
 def features(recipe: Recipe, stage: int) -> dict[str, str]:
-    """Those of FEATURES that a recipe has, with the knob that says so."""
+    """Those of FEATURES that a recipe uses, with the knob that sets each."""
     sizes = {axis: getattr(recipe.parallel, axis) for axis in ("tensor", "context", "pipeline")}
     shown = {axis: f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1}
     return shown | {f"zero {stage}": f"zero={recipe.zero}"}
 
 
 def refused_pairs(recipe: Recipe, stage: int) -> list[tuple[str, str]]:
-    """Every two of its features that may not meet."""
+    """Every two features of the recipe that do not combine."""
     has = features(recipe, stage)
     return [(one, other) for one, other in REFUSED if one in has and other in has]
 
@@ -171,7 +168,10 @@ def _context_divides_heads(recipe: Recipe, world: int, stage: int) -> str | None
 
 
 def _splits_heads(heads: int, kv_heads: int, tensor: int, context: int) -> bool:
-    """Key-value heads are never split over tensor ranks; context ranks may each hold a copy."""
+    """True where heads divide over the ranks.
+
+    Key-value heads are never split over tensor ranks; several context ranks may hold a copy.
+    """
     if heads % (tensor * context) or kv_heads % tensor:
         return False
     own = kv_heads // tensor
@@ -189,23 +189,30 @@ def _features_divide(recipe: Recipe, world: int, stage: int) -> str | None:
 
 
 def _vocabulary_suffices(recipe: Recipe, world: int, stage: int) -> str | None:
-    words, tensor = recipe.model.vocab_size, recipe.parallel.tensor
-    if words >= tensor:
+    rows, tensor = recipe.model.vocab_size, recipe.parallel.tensor
+    if rows >= tensor:
         return None
     return (
-        f"parallel.tensor={tensor} is more than model.vocab_size={words}: every tensor rank needs a"
-        f" word; use at most {words}"
+        f"parallel.tensor={tensor} is more than model.vocab_size={rows}: every tensor rank needs a"
+        f" row of the embedding; use at most {rows}"
     )
 
 
 def _tensor_stays_on_a_host(recipe: Recipe, world: int, stage: int) -> str | None:
-    tensor, per_node = recipe.parallel.tensor, recipe.cluster.gpus_per_node
-    if per_node % tensor == 0 or world <= per_node or recipe.parallel.across_hosts:
+    per_node = recipe.cluster.gpus_per_node
+    if world <= per_node:
         return None
-    legal = divisors(per_node)
+    return split_group_problem(recipe, per_node, "cluster.gpus_per_node")
+
+
+def split_group_problem(recipe: Recipe, per_host: int, knob: str) -> str | None:
+    """The refusal of tensor groups that span hosts of `per_host` ranks, given by `knob`."""
+    tensor = recipe.parallel.tensor
+    if per_host % tensor == 0 or recipe.parallel.across_hosts:
+        return None
     return (
-        f"parallel.tensor={tensor} would cross hosts of cluster.gpus_per_node={per_node} ranks:"
-        f" it must divide {per_node}; legal: {_listed(legal)}; or parallel.across_hosts=true"
+        f"parallel.tensor={tensor} would cross hosts of {knob}={per_host} ranks: it must divide"
+        f" {per_host}; legal: {_listed(divisors(per_host))}; or parallel.across_hosts=true"
     )
 
 
@@ -268,13 +275,13 @@ def _batch_problem(recipe: Recipe, data: int, step: int, tokens: int) -> str | N
 
 
 def nearest_multiples(value: int, quantum: int) -> str:
-    """The legal neighbours of `value`, as text: `458752 or 524288`."""
+    """The legal values next to `value`, as text: `458752 or 524288`."""
     below = value // quantum * quantum
     return f"{below} or {below + quantum}" if below > 0 else f"{quantum}"
 
 
 def divisors(number: int, most: int = 2**12) -> list[int]:
-    """Divisors of `number` up to `most`, ascending: more would help nobody choose."""
+    """Divisors of `number` up to `most`, ascending; larger ones are of no use in a message."""
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 

@@ -1,10 +1,12 @@
-"""The groups of ranks behind the axes of a layout, made once per process.
+"""Process groups of the axes of a layout, made once per process.
 
     tensor    ranks that share every layer          context   ranks that share every sequence
     data      ZeRO's group: data x context          pipeline  one rank of each pipeline stage
 
-The one rule: a group is asked for here and nowhere else, so that all ranks make the same ones in
-the same order. With no axis but data there is nothing to make: its group is the world.
+With no axis but data no group is made: the data group is the world.
+
+Rule: groups are made here and nowhere else, so that all ranks make the same groups in the same
+order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from parallel.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place on one axis. `group` None: the world, or nobody else where size is 1."""
+    """This rank's place on one axis; `group` None: the world, or this rank alone for size 1."""
 
     size: int
     index: int
@@ -44,7 +46,7 @@ class Mesh:
 
     @property
     def is_plain(self) -> bool:
-        """Whether data is the only axis, so that no module is cut."""
+        """True where data is the only axis, so that no module is sharded."""
         return self.tensor.size == self.context.size == self.pipeline.size == 1
 
 
@@ -52,7 +54,7 @@ _MADE: dict[tuple[int, ...], dict[str, dist.ProcessGroup]] = {}
 
 
 def make_mesh(layout: Layout, rank: int) -> Mesh:
-    """The mesh of `layout` as `rank` sees it; a collective call at the first use of its sizes."""
+    """The mesh of `layout` as `rank` sees it. The first call for new sizes is collective."""
     place = layout.coordinates(rank)
     sizes = {
         "tensor": layout.tensor,
@@ -72,7 +74,7 @@ def make_mesh(layout: Layout, rank: int) -> Mesh:
 
 
 def forget_groups() -> None:
-    """After the end of the process group, whose groups ended with it."""
+    """Forget all groups: the end of the process group ended them."""
     _MADE.clear()
 
 
@@ -86,7 +88,7 @@ FIXED: dict[str, Callable[[Coordinates], Coordinates]] = {
 
 
 def members(layout: Layout, rank: int, axis: str) -> list[int]:
-    """Global ranks of the group of `axis` that `rank` is in, in the order of their index there."""
+    """Global ranks of `rank`'s group on `axis`, ordered by their index in it."""
     fixed = FIXED[axis]
     own = fixed(layout.coordinates(rank))
     return [other for other in range(layout.world) if fixed(layout.coordinates(other)) == own]
@@ -97,15 +99,15 @@ def _own_group(layout: Layout, rank: int, axis: str) -> dist.ProcessGroup:
     if not _MADE:
         # Only members take part in making a group: a rank need not know the thousands of others.
         return dist.new_group(own, use_local_synchronization=True)
-    # But torch then names it by how many groups a rank is in, and that differs once a pipeline has
-    # tied its first and last stage: the members would wait for each other under different names.
+    # torch names such a group by how many groups a rank is in. That number differs between ranks
+    # once a pipeline has tied its first and last stage, and members would wait under other names.
     every = sorted({tuple(members(layout, other, axis)) for other in range(layout.world)})
     made = {ranks: dist.new_group(list(ranks)) for ranks in every}
     return made[tuple(own)]
 
 
 class ModelParallelUnit:
-    """What `deepspeed.initialize(mpu=...)` asks about a mesh, in Megatron's words."""
+    """The mesh as the `mpu` object of `deepspeed.initialize`, under Megatron's names."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

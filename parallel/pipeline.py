@@ -4,17 +4,16 @@
     stages between                             hidden -> blocks ---+--> (micro_batch, seq, hidden)
     last stage                                 hidden -> blocks -> norm -> head -> loss
 
-The one rule: only hidden states travel. What the blocks need to know about documents (segment ids,
-cumulative lengths, the longest one as a number on the host) every stage takes from its own copy of
-the batch: each rank reads the batch of its data rank anyway, `data.stream.collect` proves by hash
-that the
-copies are equal, and a message less per micro-batch and boundary is left. So shapes are fixed,
-and DeepSpeed exchanges them once.
+Rule: only hidden states are sent between stages. Each rank reads the batch of its data rank anyway,
+and `data.stream.collect` proves by hash that the copies are equal; so every stage takes what the
+blocks need to know about documents (segment ids, cumulative lengths, the longest length as a number
+on the host) from its own copy. Shapes are therefore fixed, DeepSpeed exchanges them once, and there
+is one message per micro-batch and boundary.
 
-A stage runs its blocks itself, as `Decoder` does; of `PipelineModule` it uses the cut into layers,
-the tie between embedding and head (gradients summed over both copies, counted once in the norm),
-and the groups. Parameters have the names they have in `Decoder`; a tied head's weight has the
-embedding's, and is marked `is_copy`; both are marked `is_tied`.
+A stage runs its blocks itself, as `Decoder` does. From `PipelineModule` it uses the partition into
+layers, the tie between embedding and head (gradients are summed over both copies and counted once
+in the norm), and the groups. Parameters have the names that they have in `Decoder`; a tied head's
+weight has the embedding's name and is marked `is_copy`; both are marked `is_tied`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 class Stage(PipelineModule):
-    """The layers of this rank's stage, in order, under `mesh.layout.bounds`.
+    """The layers of this rank's pipeline stage, in order, under `mesh.layout.bounds`.
 
-    Before each batch `begin` hands over its micro-batches; `forward` and `loss_fn` then take them
-    in order, which is the order in which every schedule of DeepSpeed runs forwards.
+    Before each batch `begin` receives its micro-batches. `forward` and `loss_fn` then take them in
+    order, and every schedule of DeepSpeed runs forwards in that order.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Stage(PipelineModule):
         self.first_block = layout.bounds[mesh.pipeline.index]
         specs = layer_specs(config, tensor.local_config(config, mesh.tensor))
         self._all_paths = [path for path, _ in specs]
-        # Quiet; and autograd would remember the broadcast of tied weights.
+        # DeepSpeed prints a table here; and autograd would record the broadcast of tied weights.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(
                 [spec for _, spec in specs],
@@ -83,13 +82,13 @@ class Stage(PipelineModule):
         self._scale = 1.0
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Takes `partition_method` as the bounds themselves."""
+        """Use `partition_method` as the bounds themselves."""
         self.parts = method
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(method[stage], method[stage + 1])
 
     def to(self, *_: Any, **__: Any) -> Stage:
-        """Nothing: layers are made where and in the type they stay, on `meta` in a dry run."""
+        """Do nothing: layers are made on their device and in their dtype; `meta` in a dry run."""
         return self
 
     @property
@@ -105,7 +104,7 @@ class Stage(PipelineModule):
 
     @property
     def is_tied_copy(self) -> bool:
-        """Whether the head here is a copy of the embedding on the first stage."""
+        """True where the head on this stage is a copy of the first stage's embedding."""
         return self.config.tie_word_embeddings and HEAD in self.paths
 
     def named_parameters(
@@ -120,9 +119,9 @@ class Stage(PipelineModule):
     def begin(
         self, micro_batches: Sequence[dict[str, Any]], targets: Tensor | int, scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Set the batch that the next forwards take; returns (input_ids, labels) of each part.
+        """Set the batch of the next forwards; returns (input_ids, labels) of each micro-batch.
 
-        `targets` divides the sum of the losses, `scale` multiplies it.
+        The sum of the losses is divided by `targets` and multiplied by `scale`.
         """
         self._batches, self._targets, self._scale = iter(micro_batches), targets, scale
         return iter([(batch["input_ids"], batch["labels"]) for batch in micro_batches])
@@ -148,7 +147,7 @@ class Stage(PipelineModule):
 
 
 def layer_specs(config: DecoderConfig, local: DecoderConfig) -> list[tuple[str, LayerSpec]]:
-    """(canonical path, spec) of every layer; `local` is the shape of one tensor rank's share."""
+    """(canonical path, spec) of every layer; `local` is the shape of one tensor rank's shard."""
     embedding, head = (local.vocab_size, local.hidden_size), (local.hidden_size, local.vocab_size)
     if config.tie_word_embeddings:
         first: LayerSpec = TiedLayerSpec("tied", Embedding, *embedding)

@@ -1,13 +1,14 @@
-"""Modules of the decoder that work on a part, and what they say to the other ranks.
+"""Modules of the decoder that compute one shard and communicate with the other ranks.
 
     Attention, MLP   gather tokens -> products with some rows of weights        backward: scatter
     RowLinear        product with some columns -> sum, scatter tokens           backward: gather
-    Embedding, Head  some words of the vocabulary; logits are never whole
+    Embedding, Head  some rows of the vocabulary; logits are never whole
     SharedNorm       whole weight, some of the tokens or heads: gradients are summed
 
-Without sequence parallelism tokens are whole, a gather is nothing and a scatter an all-reduce. The
-one rule: each class computes what its parent does, to rounding; `cut` says with whom. Every rank of
-a tensor group makes the same calls in the same order.
+Without sequence parallelism tokens are whole: a gather does nothing and a scatter is an all-reduce.
+
+Rule: each class computes the same as its parent, up to rounding; `sharding` names the other ranks.
+Every rank of a tensor group makes the same calls in the same order.
 
 Letters: B batch, T tokens of a window, t ranks of the tensor axis, H hidden_size.
 """
@@ -37,53 +38,57 @@ from parallel.collectives import (
 
 
 class Sharding(NamedTuple):
-    """This rank's part of the cut modules; plain values, as a compiled block wants them."""
+    """This rank's place among the sharded modules; plain values, as a compiled block needs them."""
 
     size: int  # ranks that share a layer
     index: int
     group: str
-    is_sequence: bool  # whether tokens between blocks are cut, too
+    is_sequence: bool  # sequence parallelism: tokens between blocks are sharded too
     context: int  # ranks that share a sequence
     context_index: int
     context_group: str
-    first_word: int  # of this rank's rows of embedding and head
-    most_words: int  # that a rank has
+    first_row: int  # of this rank's shard of the vocabulary (embedding and head)
+    most_rows: int  # of the vocabulary on any rank
 
     def of_sequence(self, whole: Tensor) -> Tensor:
         """This rank's part of every window, (B, T) -> (B, T / context)."""
         return whole.chunk(self.context, dim=1)[self.context_index] if self.context > 1 else whole
 
 
-def _start_gather(x: Tensor, cut: Sharding) -> Tensor:
-    """This rank's tokens (B, T / t, n) -> all tokens (B * T, n), on their way."""
+def _start_gather(x: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's tokens (B, T / t, n) -> all tokens (B * T, n); call `wait` before reading."""
     rows = x.flatten(0, 1)
-    return start_gather(rows, cut.size, cut.group) if cut.is_sequence else rows
+    return start_gather(rows, sharding.size, sharding.group) if sharding.is_sequence else rows
 
 
-def _start_sum(rows: Tensor, cut: Sharding) -> Tensor:
-    """Parts of the sum of all tokens (B * T, n) -> this rank's tokens, or all, on their way."""
-    if cut.is_sequence:
-        return start_scatter(rows, cut.size, cut.group)
-    return start_all_reduce(rows, cut.group)
+def _start_sum(rows: Tensor, sharding: Sharding) -> Tensor:
+    """Partial sums for all tokens (B * T, n) -> sums for this rank's tokens or for all of them.
+
+    Call `wait` before reading the result.
+    """
+    if sharding.is_sequence:
+        return start_scatter(rows, sharding.size, sharding.group)
+    return start_all_reduce(rows, sharding.group)
 
 
 class _Columns(torch.autograd.Function):
-    """Products of the same tokens with several weights of which each rank has some rows.
+    """Products of the same tokens with several weights, of which each rank holds some rows.
 
-    Backward: the gradient of the tokens travels while those of the weights are computed, and the
-    tokens are gathered again, which costs a gather and saves holding all tokens of every block.
+    Backward: the gradient of the tokens is communicated while those of the weights are computed.
+    The tokens are gathered again; that costs one more gather, and no rank has to keep all tokens
+    of every block.
     """
 
     @staticmethod
-    def forward(ctx, x, cut, *weights_then_biases):
-        ctx.cut, ctx.shape = cut, x.shape
+    def forward(ctx, x, sharding, *weights_then_biases):
+        ctx.sharding, ctx.shape = sharding, x.shape
         count = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:count], weights_then_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.has_bias = [bias is not None for bias in biases]
         dtype = product_dtype(x)
-        rows = _start_gather(x, cut)
-        if cut.is_sequence:
+        rows = _start_gather(x, sharding)
+        if sharding.is_sequence:
             rows = wait(rows)
         rows = rows.to(dtype)
         products = []
@@ -96,17 +101,17 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        cut = ctx.cut
+        sharding = ctx.sharding
         x, *weights = ctx.saved_tensors
         dtype = product_dtype(x)
-        rows = _start_gather(x, cut)
+        rows = _start_gather(x, sharding)
         grads = [grad.flatten(0, 1).to(dtype) for grad in grads]
         grad_rows = grads[0] @ weights[0].to(dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_rows.addmm_(grad, weight.to(dtype))
-        if cut.is_sequence:
+        if sharding.is_sequence:
             rows = wait(rows)
-        grad_x = _start_sum(grad_rows.to(x.dtype), cut)
+        grad_x = _start_sum(grad_rows.to(x.dtype), sharding)
         rows = rows.to(dtype)
         grad_weights = [(grad.t() @ rows).to(x.dtype) for grad in grads]
         grad_biases = [
@@ -116,50 +121,50 @@ class _Columns(torch.autograd.Function):
         return wait(grad_x).view(ctx.shape), None, *grad_weights, *grad_biases
 
 
-def columns(x: Tensor, cut: Sharding, *linears: nn.Linear) -> tuple[Tensor, ...]:
+def columns(x: Tensor, sharding: Sharding, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """x (B, T / t, in) or (B, T, in) through linears with some rows -> each (B, T, its rows)."""
-    if cut.size == 1:
+    if sharding.size == 1:
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
-    return _Columns.apply(x, cut, *weights, *(linear.bias for linear in linears))
+    return _Columns.apply(x, sharding, *weights, *(linear.bias for linear in linears))
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the tensor group of parts (B, T, n) -> this rank's tokens, or all of them."""
+    """Sum over the tensor group of partial sums (B, T, n) -> this rank's tokens, or all of them."""
 
     @staticmethod
-    def forward(ctx, x, cut):
-        ctx.cut = cut
-        return wait(_start_sum(x.flatten(0, 1), cut)).unflatten(0, (x.shape[0], -1))
+    def forward(ctx, x, sharding):
+        ctx.sharding = sharding
+        return wait(_start_sum(x.flatten(0, 1), sharding)).unflatten(0, (x.shape[0], -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if not ctx.cut.is_sequence:
+        if not ctx.sharding.is_sequence:
             return grad, None
-        rows = wait(_start_gather(grad, ctx.cut))
+        rows = wait(_start_gather(grad, ctx.sharding))
         return rows.unflatten(0, (grad.shape[0], -1)), None
 
 
 class _Whole(torch.autograd.Function):
-    """This rank's tokens, or all of them -> all (B, T, n), each rank using them for its part."""
+    """This rank's tokens, or all of them -> all tokens (B, T, n), for the rank's own shard."""
 
     @staticmethod
-    def forward(ctx, x, cut):
-        ctx.cut = cut
-        if not cut.is_sequence:
+    def forward(ctx, x, sharding):
+        ctx.sharding = sharding
+        if not sharding.is_sequence:
             return x.view_as(x)
-        return wait(_start_gather(x, cut)).unflatten(0, (x.shape[0], -1))
+        return wait(_start_gather(x, sharding)).unflatten(0, (x.shape[0], -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows = wait(_start_sum(grad.flatten(0, 1), ctx.cut))
+        rows = wait(_start_sum(grad.flatten(0, 1), ctx.sharding))
         return rows.unflatten(0, (grad.shape[0], -1)), None
 
 
 class _Shared(torch.autograd.Function):
-    """A weight that every rank has, its gradient summed over the tensor group."""
+    """A weight that is whole on every rank; its gradient is summed over the tensor group."""
 
     @staticmethod
     def forward(ctx, weight, group):
@@ -216,112 +221,115 @@ def _to_tokens(x: Tensor, size: int, group: str) -> Tensor:
     return by_head.reshape(batch, length // size, -1)
 
 
-class CutAttention(Attention):
-    """Some heads: those of this rank's rows of q, k and v, of them 1 / context."""
+class ShardedAttention(Attention):
+    """Attention over some heads: those of this rank's rows of q, k and v, of them 1 / context."""
 
-    cut: Sharding
+    sharding: Sharding
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cut = self.cut
-        q, k, v = columns(hidden, cut, self.q_proj, self.k_proj, self.v_proj)
-        if cut.context == 1:
+        sharding = self.sharding
+        q, k, v = columns(hidden, sharding, self.q_proj, self.k_proj, self.v_proj)
+        if sharding.context == 1:
             return q, k, v
-        # Fewer key-value heads than ranks: each goes to several.
-        copies = max(1, cut.context * self.head_dim // k.shape[-1])
+        # With fewer key-value heads than ranks each head is sent to several ranks.
+        copies = max(1, sharding.context * self.head_dim // k.shape[-1])
         if copies > 1:
             by_head = (k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim)))
             k, v = (x.repeat_interleave(copies, dim=2).flatten(2) for x in by_head)
-        return tuple(_ToHeads.apply(x, cut.context, cut.context_group) for x in (q, k, v))
+        return tuple(_ToHeads.apply(x, sharding.context, sharding.context_group) for x in (q, k, v))
 
     def leave(self, heads: Tensor) -> Tensor:
-        if self.cut.context > 1:
-            heads = _ToTokens.apply(heads, self.cut.context, self.cut.context_group)
+        if self.sharding.context > 1:
+            heads = _ToTokens.apply(heads, self.sharding.context, self.sharding.context_group)
         return self.o_proj(heads)
 
 
-class CutMLP(MLP):
-    """Some of the intermediate features."""
+class ShardedMLP(MLP):
+    """An MLP over some of the intermediate features."""
 
-    cut: Sharding
+    sharding: Sharding
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return columns(hidden, self.cut, self.gate_proj, self.up_proj)
+        return columns(hidden, self.sharding, self.gate_proj, self.up_proj)
 
 
 class RowLinear(Linear):
-    """Some of the input features; the sum over ranks goes to the residual stream."""
+    """A product over some of the input features; ranks are summed into the residual stream."""
 
-    cut: Sharding
+    sharding: Sharding
 
     def forward(self, x: Tensor) -> Tensor:
         part = super().forward(x)
-        return _Sum.apply(part, self.cut) if self.cut.size > 1 else part
+        return _Sum.apply(part, self.sharding) if self.sharding.size > 1 else part
 
 
 class SharedNorm(RMSNorm):
-    """A norm that sees some of the tokens or heads."""
+    """A norm over some of the tokens or heads; its weight's gradient is summed over the group."""
 
-    cut: Sharding
+    sharding: Sharding
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, _Shared.apply(self.weight, self.cut.group), self.eps)
+        return rms_norm(x, _Shared.apply(self.weight, self.sharding.group), self.eps)
 
 
-class CutEmbedding(Embedding):
-    """Some words: zero for all others, and the sum over ranks has every word once.
+class ShardedEmbedding(Embedding):
+    """An embedding of some token ids; the vectors of all others are zero, so the sum is complete.
 
-    word numbers (B, T), of whole windows -> (B, T / context / t or T / context, H).
+    Token ids (B, T) of whole windows -> (B, T / context / t or T / context, H).
     """
 
-    cut: Sharding
+    sharding: Sharding
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        cut = self.cut
-        words = cut.of_sequence(input_ids)
-        if cut.size == 1:
-            return super().forward(words)
-        words = words - cut.first_word
-        is_other = (words < 0) | (words >= self.weight.shape[0])
-        part = F.embedding(words.masked_fill(is_other, 0), self.weight)
-        return _Sum.apply(part.masked_fill(is_other[..., None], 0), cut)
+        sharding = self.sharding
+        rows = sharding.of_sequence(input_ids)
+        if sharding.size == 1:
+            return super().forward(rows)
+        rows = rows - sharding.first_row
+        is_other = (rows < 0) | (rows >= self.weight.shape[0])
+        part = F.embedding(rows.masked_fill(is_other, 0), self.weight)
+        return _Sum.apply(part.masked_fill(is_other[..., None], 0), sharding)
 
 
-class CutHead(Head):
-    """Some words. The loss needs three numbers per token of the other ranks, and no logits."""
+class ShardedHead(Head):
+    """The head for some token ids.
 
-    cut: Sharding
+    The loss takes three numbers per token from the other ranks, and no logits.
+    """
+
+    sharding: Sharding
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, num_items: Tensor | int | None = None
     ) -> Tensor:
-        assert labels is not None, "logits of a cut model are never whole: give labels"
-        cut = self.cut
-        labels = cut.of_sequence(labels)
-        if cut.size == 1:
+        assert labels is not None, "logits of a sharded model are never whole: give labels"
+        sharding = self.sharding
+        labels = sharding.of_sequence(labels)
+        if sharding.size == 1:
             return cross_entropy(hidden, self.weight, labels, num_items)
-        # The same chunks on every rank, also where one has a word more: each talks once per chunk.
-        chunk = chunk_tokens(cut.most_words, hidden.device.type)
-        judge = functools.partial(judge_part, cut)
-        whole = _Whole.apply(hidden, cut)
+        # Ranks communicate once per chunk, so chunks are equal also where one rank has a row more.
+        chunk = chunk_tokens(sharding.most_rows, hidden.device.type)
+        judge = functools.partial(judge_part, sharding)
+        whole = _Whole.apply(hidden, sharding)
         return cross_entropy(whole, self.weight, labels, num_items, judge, chunk)
 
 
 def judge_part(
-    cut: Sharding, logits: Tensor, target: Tensor, with_gradients: bool
+    sharding: Sharding, logits: Tensor, target: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`loss.judge` of logits (n, own words) that are a part (Megatron-LM, Shoeybi et al., 2019).
+    """`loss.judge` for logits (n, own rows) of one shard (Megatron-LM, Shoeybi et al., 2019).
 
-    The losses (n, 1) are whole and equal on all ranks, the gradient is that of the part.
+    The losses (n, 1) are complete and equal on all ranks; the gradient is that of the shard.
     """
-    words = target - cut.first_word
-    is_own = (words >= 0) & (words < logits.shape[1])
-    words = words.clamp(0, logits.shape[1] - 1)
-    largest = all_reduce(logits.amax(-1, keepdim=True), cut.group, "max")
-    chosen = torch.where(is_own, logits.gather(1, words), 0.0)
+    rows = target - sharding.first_row
+    is_own = (rows >= 0) & (rows < logits.shape[1])
+    rows = rows.clamp(0, logits.shape[1] - 1)
+    largest = all_reduce(logits.amax(-1, keepdim=True), sharding.group, "max")
+    chosen = torch.where(is_own, logits.gather(1, rows), 0.0)
     powers = logits.sub_(largest).exp_()
     sums = torch.cat((powers.sum(-1, keepdim=True), chosen), dim=1)
-    total, chosen = all_reduce(sums, cut.group).split(1, dim=1)
+    total, chosen = all_reduce(sums, sharding.group).split(1, dim=1)
     losses = largest + total.log() - chosen
     if not with_gradients:
         return losses, None
-    return losses, powers.div_(total).scatter_add_(1, words, -is_own.float())
+    return losses, powers.div_(total).scatter_add_(1, rows, -is_own.float())

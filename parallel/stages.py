@@ -1,35 +1,24 @@
-"""Which decoder blocks each pipeline stage holds: balanced by cost, or the bounds a recipe gives.
+"""Decoder blocks of each pipeline stage: balanced by cost, or the bounds that a recipe gives.
 
     embedding 0 1 2 | 3 4 5 6 | 7 8 9 | 10 11 norm head      12 blocks, bounds (0, 3, 7, 10, 12)
 
-The one rule: a pure function of the model's shape and the number of stages, so every rank, and
-every machine without a GPU, works out the same cut. No torch. Units: blocks, FLOPs per token,
-parameters.
+The slowest stage sets the pace of all stages. So the balance first minimises the most FLOPs of any
+stage, with the head counted (an embedding is a lookup: no FLOPs). Among the bounds that reach this
+minimum it then minimises the most parameters of any stage, with the embedding counted. Remaining
+blocks go to late stages, because early stages hold more micro-batches at a time.
 
-The slowest stage sets the pace of all, so first the most FLOPs of any stage is made as small as it
-goes, with the head counted (an embedding is a lookup: no FLOPs); among the cuts that reach it, the
-most parameters of any stage, with the embedding counted. What is left is given to late stages:
-early ones hold more micro-batches at a time.
+Rule: bounds are a pure function of the model's shape and the number of stages, so every rank, and a
+machine without a GPU, computes the same ones. No torch. Units: blocks, FLOPs per token, parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 from base.errors import UserError
 from model.cost import flops_per_token, parameters
 from recipes.schema import Recipe
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Cost of one stage: FLOPs per token, forward and backward, and parameters."""
-
-    blocks: int
-    flops: int
-    parameters: int
 
 
 def stage_bounds(recipe: Recipe) -> tuple[int, ...]:
@@ -47,7 +36,7 @@ def stage_bounds(recipe: Recipe) -> tuple[int, ...]:
 
 
 def bounds_problem(recipe: Recipe) -> str | None:
-    """Why `parallel.bounds` does not fit the model and the stages, and what would; else None."""
+    """The refusal of a `parallel.bounds` that does not fit, with bounds that do; else None."""
     given, stages = recipe.parallel.bounds, recipe.parallel.pipeline
     layers = recipe.model.num_hidden_layers
     if given is None or stages > layers:  # the latter is another rule's
@@ -64,23 +53,17 @@ def bounds_problem(recipe: Recipe) -> str | None:
     )
 
 
-def stage_costs(shape, seq_len: int, bounds: tuple[int, ...]) -> list[StageCost]:
-    """Cost of every stage under `bounds`; `shape` as in `model.cost`."""
-    block, extra = _costs(shape, seq_len, len(bounds) - 1)
-    return [
-        StageCost(end - first, (end - first) * block[0] + flops, (end - first) * block[1] + weights)
-        for first, end, (flops, weights) in zip(bounds[:-1], bounds[1:], extra, strict=True)
-    ]
-
-
 def balanced_bounds(shape, seq_len: int, stages: int) -> tuple[int, ...]:
-    """The cut with the least (most FLOPs, most parameters) of any stage; a block each at least."""
+    """The bounds with the smallest (most FLOPs, most parameters) of any stage.
+
+    `shape` has the fields of `recipes.schema.Model`. Every stage gets at least one block.
+    """
     layers = shape.num_hidden_layers
     assert 1 <= stages <= layers, (stages, layers)
     block, extra = _costs(shape, seq_len, stages)
 
     def most_blocks(*limits: int) -> list[int]:
-        """Blocks that fit into each stage within (FLOPs, parameters)."""
+        """Blocks that fit into each stage under limits (FLOPs, parameters)."""
         limited = range(len(limits))
         return [min((limits[i] - own[i]) // block[i] for i in limited) for own in extra]
 
@@ -99,7 +82,7 @@ def balanced_bounds(shape, seq_len: int, stages: int) -> tuple[int, ...]:
 
 
 def _costs(shape, seq_len: int, stages: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """(FLOPs, parameters) of one block, and of what each stage holds besides its blocks."""
+    """(FLOPs, parameters) of one block, and of each stage's embedding, norm and head."""
     counted = parameters(shape)
     embedding = shape.vocab_size * shape.hidden_size
     head_flops = 6 * embedding

@@ -1,15 +1,17 @@
-"""Cuts the decoder over ranks from outside: which module and which weight is cut along which dim.
+"""Tensor and context parallelism, applied to the decoder from outside.
 
-The one rule: modules are built from `local_config`, one rank's share of the shape, and `apply`
-gives them the class that talks to the other ranks; a model that is not cut is left alone, and the
-decoder knows nothing of it. Word numbers, labels and documents are whole on every rank; a module
-takes its part of them.
+The tables below say which module and which weight is sharded, and along which dim.
 
-Between blocks a rank holds (B, T, hidden); with sequence parallelism (Korthikanti et al., 2022) its
-run of 1 / tensor of the flattened batch's tokens, viewed as (B, T / tensor, hidden): what lies
-between cut modules works token by token. On the context axis (DeepSpeed-Ulysses, Jacobs et al.,
-2023) T is this rank's part of every window, except inside attention: there it has all tokens and
-1 / context of its heads.
+Rule: modules are built from `local_config`, the shape of one rank's shard, and `apply` replaces
+their classes by those that communicate with the other ranks. A model that is not sharded stays as
+it is, and the decoder itself does not know about ranks. Token ids, labels and documents are whole
+on every rank; a module takes its part of them.
+
+Between blocks a rank holds (B, T, hidden). With sequence parallelism (Korthikanti et al., 2022) it
+holds one run of 1 / tensor of the flattened batch's tokens, viewed as (B, T / tensor, hidden): all
+computation between sharded modules is token by token. On the context axis (DeepSpeed-Ulysses,
+Jacobs et al., 2023) T is this rank's part of every window, except inside attention, where the rank
+holds all tokens and 1 / context of its heads.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ from model.config import DecoderConfig
 from parallel.layout import share
 from parallel.mesh import Axis, Mesh
 from parallel.sharded_modules import (
-    CutAttention,
-    CutEmbedding,
-    CutHead,
-    CutMLP,
     RowLinear,
+    ShardedAttention,
+    ShardedEmbedding,
+    ShardedHead,
+    ShardedMLP,
     Sharding,
     SharedNorm,
 )
 
-# Canonical path of a module -> its class when cut. q_norm and k_norm see some heads; the others
-# see some tokens, if the sequence is cut.
+# Canonical path of a module -> its class when sharded. q_norm and k_norm see some of the heads; the
+# other norms see some of the tokens where sequence parallelism is on.
 CLASSES: tuple[tuple[str, type[nn.Module]], ...] = (
-    (r".*\.self_attn", CutAttention),
-    (r".*\.mlp", CutMLP),
+    (r".*\.self_attn", ShardedAttention),
+    (r".*\.mlp", ShardedMLP),
     (r".*\.(o_proj|down_proj)", RowLinear),
-    (r"model\.embed_tokens", CutEmbedding),
-    (r"lm_head", CutHead),
+    (r"model\.embed_tokens", ShardedEmbedding),
+    (r"lm_head", ShardedHead),
 )
 HEAD_NORMS = r".*\.(q_norm|k_norm)"
 TOKEN_NORMS = r".*\.(input_layernorm|post_attention_layernorm)|model\.norm"
-# Canonical name of a parameter -> the dim that is cut. All others are whole on every rank.
+# Canonical name of a parameter -> the dim that is sharded. All others are whole on every rank.
 DIMS = (
     (r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)", 0),
     (r".*\.(o_proj|down_proj)\.weight", 1),
@@ -54,8 +56,8 @@ DIMS = (
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Where a parameter of this rank lies in the full one; `dim` None: it is the full one."""
+class ParameterShard:
+    """Place of this rank's parameter in the full one; `dim` None: it is the full one."""
 
     full: tuple[int, ...]
     dim: int | None = None
@@ -63,7 +65,7 @@ class Shard:
 
 
 def local_config(config: DecoderConfig, axis: Axis) -> DecoderConfig:
-    """The shape of the part of `config` that one rank of the tensor axis builds."""
+    """The shape that one rank of the tensor axis builds: its shard of `config`."""
     if axis.size == 1:
         return config
     local = copy.deepcopy(config)
@@ -78,16 +80,16 @@ def local_config(config: DecoderConfig, axis: Axis) -> DecoderConfig:
 def apply(
     module: nn.Module, mesh: Mesh, config: DecoderConfig, sequence: bool = True, prefix: str = ""
 ) -> None:
-    """Make `module`, built from `local_config(config)`, work together with the other ranks.
+    """Make `module`, built from `local_config(config)`, compute together with the other ranks.
 
     module: a decoder, or the part of one at the canonical path `prefix`, such as model.layers.3.
-    config: the full shape. Marks every parameter with its `shard`, and those that are cut with
-    `tensor_model_parallel`, by which DeepSpeed counts norms.
+    config: the full shape. Every parameter gets an attribute `shard`; sharded ones also get
+    `tensor_model_parallel`, by which DeepSpeed counts each weight once in gradient norms.
     """
     tensor, context = mesh.tensor, mesh.context
     if tensor.size == context.size == 1:
         return
-    cut = Sharding(
+    sharding = Sharding(
         size=tensor.size,
         index=tensor.index,
         group=tensor.name,
@@ -95,13 +97,13 @@ def apply(
         context=context.size,
         context_index=context.index,
         context_group=context.name,
-        first_word=share(config.vocab_size, tensor.size, tensor.index).start,
-        most_words=-(-config.vocab_size // tensor.size),
+        first_row=share(config.vocab_size, tensor.size, tensor.index).start,
+        most_rows=-(-config.vocab_size // tensor.size),
     )
     for path, part in _named(module.named_modules(), prefix):
-        cls = class_of(path, cut)
+        cls = class_of(path, sharding)
         if cls is not None:
-            part.__class__, part.cut = cls, cut
+            part.__class__, part.sharding = cls, sharding
     for path, parameter in _named(module.named_parameters(), prefix):
         parameter.shard = shard_of(path, parameter, config, tensor)
         if parameter.shard.dim is not None:
@@ -113,25 +115,27 @@ def _named(items: Iterable[tuple[str, object]], prefix: str) -> Iterator[tuple[s
         yield ".".join(filter(None, (prefix, name))), item
 
 
-def class_of(path: str, cut: Sharding) -> type[nn.Module] | None:
-    """What the module at a canonical path becomes; None: it stays."""
+def class_of(path: str, sharding: Sharding) -> type[nn.Module] | None:
+    """The class that the module at a canonical path gets; None: it keeps its own."""
     for pattern, cls in CLASSES:
         if re.fullmatch(pattern, path):
             return cls
-    is_partial = cut.size > 1 and re.fullmatch(HEAD_NORMS, path)
-    if is_partial or (cut.is_sequence and re.fullmatch(TOKEN_NORMS, path)):
+    is_partial = sharding.size > 1 and re.fullmatch(HEAD_NORMS, path)
+    if is_partial or (sharding.is_sequence and re.fullmatch(TOKEN_NORMS, path)):
         return SharedNorm
     return None
 
 
-def shard_of(path: str, parameter: nn.Parameter, config: DecoderConfig, axis: Axis) -> Shard:
-    """Where this rank's parameter at a canonical path lies in the full one."""
+def shard_of(
+    path: str, parameter: nn.Parameter, config: DecoderConfig, axis: Axis
+) -> ParameterShard:
+    """Place of this rank's parameter, at a canonical path, in the full one."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     dim = next((dim for pattern, dim in DIMS if re.fullmatch(pattern, path)), None)
     if axis.size == 1 or dim is None:
-        return Shard(shape)
+        return ParameterShard(shape)
     is_vocabulary = path in ("model.embed_tokens.weight", "lm_head.weight")
     whole = config.vocab_size if is_vocabulary else shape[dim] * axis.size
     part = share(whole, axis.size, axis.index)
     assert len(part) == shape[dim], f"{path}: {shape} is no share of {whole} along dim {dim}"
-    return Shard((*shape[:dim], whole, *shape[dim + 1 :]), dim, part.start)
+    return ParameterShard((*shape[:dim], whole, *shape[dim + 1 :]), dim, part.start)

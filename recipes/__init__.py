@@ -1,8 +1,8 @@
-"""WHAT to train: recipes, config group options, and the schema that checks them.
+"""Recipes of runs: YAML files, config group options, and the schema that checks them.
 
-check.py                   From a plain container to a frozen Recipe: every knob's name, type
-compose.py                 Composes one recipe and its config group options into the frozen Recipe
-faults.py                  Knobs of what a run survives by itself, and of who is told
-rules.py                   Rules between knobs that need no layout: each a pure function of a
-schema.py                  Every knob of a recipe: name, type, default, unit, meaning and lega
+check.py                   Plain values to a frozen Recipe: names, types and ranges
+compose.py                 Recipe, config group options and overrides, composed with Hydra
+faults.py                  Knobs of the health policy and of alerts
+rules.py                   Rules between knobs that need no layout
+schema.py                  Every knob: name, type, default, unit, meaning and range
 """

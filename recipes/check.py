@@ -1,8 +1,8 @@
-"""From a plain container to a frozen Recipe: every knob's name, type and range.
+"""Checks plain values and turns them into a frozen Recipe: names, types and ranges of all knobs.
 
-One rule: all problems are collected and raised together, those of `recipes.rules` too; each is one
-line with the knob, its value, where the value came from, the rule and the way out. Nothing is
-corrected in silence except the notation of a number: 5e8 where an int is wanted is 500000000.
+Rule: all problems are collected and raised together, with those of `recipes.rules`. Each is one
+line with the knob, its value, the origin of the value, the rule and the way out. Nothing is
+corrected in silence but the notation of a number: 5e8 where an int is wanted is 500000000.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def to_recipe(
 ) -> tuple[Recipe, list[str]]:
     """The frozen recipe and its warnings, from nested plain values.
 
-    `origins` says where each dotted knob came from; `missing` are knobs left at `???`; `broken`
-    have a value that cannot be told, and say why. Raises UserError with every problem found.
+    `origins`: dotted knob -> where its value came from. `missing`: knobs left at `???`. `broken`:
+    knob -> why its value cannot be resolved. Raises UserError with every problem found.
     """
     reader = _Reader(origins, missing, broken)
     recipe = reader.read_class(Recipe, with_new_names(values), "")
@@ -79,7 +79,7 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_data(values: Any) -> Data | None:
-    """What a recipe's `data` says, by itself; None where it is not legal."""
+    """The Data of a recipe's `data` group alone; None where it is not legal."""
     found = _Reader({}, [], {}).read_class(Data, values, "data")
     return None if found is BAD else found
 
@@ -100,7 +100,7 @@ def knob_names(cls: type = Recipe, prefix: str = "") -> dict[str, dataclasses.Fi
 
 
 def is_text(path: str) -> bool:
-    """Whether the knob at a dotted path is text only, so that `run=007` is not a number."""
+    """True where the knob at a dotted path is text only, so that `run=007` is not a number."""
     cls: Any = Recipe
     for part in path.split("."):
         if not dataclasses.is_dataclass(cls):
@@ -235,7 +235,7 @@ def _is_under(path: str, parent: str) -> bool:
 
 
 def _outside(value: Any, metadata: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value of the right type, or None."""
+    """The reason why a value of the right type is outside its range; else None."""
     unit = f" {metadata['unit']}" if metadata["unit"] else ""
     if metadata["choices"] and value not in metadata["choices"]:
         if value in ("fp16", "float16", "half"):
@@ -324,7 +324,7 @@ def _seq_len_warmup(value: Any) -> tuple[tuple[int, int], ...] | None:
 
 
 def _by_step(value: Any, convert: Callable[[Any], Any], shape: str) -> tuple[tuple[int, Any], ...]:
-    """A value that changes on the way, as (first step, value) pairs from step 0."""
+    """(first step, value) pairs of a value that changes during the run, from step 0 on."""
     if not value or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         raise ValueError(f"is not a list of {shape} pairs")
     pieces = tuple((as_int(step), convert(part)) for step, part in value)
@@ -369,11 +369,14 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _command(value: Any) -> tuple[str, ...]:
-    """Words of a command that is started without a shell; what all users of a host can read."""
+    """Arguments of a command that is started without a shell.
+
+    Every user of a host can read them, so they must hold no secret.
+    """
     if not isinstance(value, list | tuple) or not all(
-        isinstance(word, str) and word and "\0" not in word for word in value
+        isinstance(text, str) and text and "\0" not in text for text in value
     ):
-        raise ValueError("is not a list of words, such as [/usr/local/bin/page,on-call]")
+        raise ValueError("is not a list of texts, such as [/usr/local/bin/page,on-call]")
     line = " ".join(value)
     if redacted(value) != list(value) or redact(line) != line:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Composes one recipe and its config group options into the frozen Recipe. The only file that
-imports Hydra.
+"""Composes a recipe, its config group options and overrides into the frozen Recipe, with Hydra.
 
     recipes/tiny.yaml -> defaults list: model/ data/ optim/ cluster/ -> knob=value overrides
       -> plain values + where each came from -> recipes.check -> Recipe
 
-One rule: Hydra does defaults lists, groups and the override grammar, nothing else. It creates no
-folder, changes no directory, and what it composed is checked by `recipes.check`. An override sets
-one value whether or not the recipe has it; a value that is a dict replaces the whole dict.
+An override sets one value whether or not the recipe has it; a value that is a dict replaces the
+whole dict.
+
+Rule: Hydra does defaults lists, groups and the override grammar, nothing else. It creates no folder
+and changes no directory, `recipes.check` checks what it composed, and no other file imports it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ MISREAD = re.compile(r"[-+]?(0[0-9_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked recipe, where each dotted knob came from (absent = default), and warnings."""
+    """A checked recipe, the origin of each dotted knob (absent: the default), and warnings."""
 
     recipe: Recipe
     origins: dict[str, str]
@@ -62,8 +63,8 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Change:
-    """One value override. `text` is what was typed after the equals sign."""
+class Override:
+    """One override of a value; `text` is what was typed after the equals sign."""
 
     key: str
     value: Any
@@ -77,12 +78,12 @@ def compose(
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
     check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
-    """The recipe `recipe` (a name in recipes/, or a path to a .yaml file) with overrides applied.
+    """The recipe `recipe_name` (in recipes/, or a path to a .yaml file) with overrides applied.
 
     `model=...`, `data=...`, `optim=...`, `cluster=...` choose a config group option; `a.b=value`
-    sets a
-    knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` and `check_data` add
-    those of DeepSpeed keys and corpora, which are checked later where the knobs are right.
+    sets a knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` and
+    `check_data` add those of DeepSpeed keys and corpora, which are checked later where the knobs
+    are right.
     """
     path = locate(recipe_name)
     choices, changes, problems, warnings = parse(overrides)
@@ -111,7 +112,7 @@ def compose(
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
-    """Overrides that nothing reads with the other settings as they are."""
+    """One warning for each override that nothing reads under the other settings."""
     optim = recipe.optim
     readers = {
         "optim.decay": ("optim.schedule=wsd", optim.schedule == "wsd"),
@@ -139,7 +140,7 @@ def compose_command(
 
 
 def run_name(stem: str) -> str:
-    """The run's name from the file name of its recipe. Raises UserError where it is none."""
+    """The run's name, from the file name of its recipe. Raises UserError where it is not legal."""
     try:
         return folder_name(stem)
     except ValueError as error:
@@ -147,7 +148,7 @@ def run_name(stem: str) -> str:
 
 
 def sweep_values(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Key -> the overrides it stands for: `zero=1,2` is {"zero": ["zero=1", "zero=2"]}.
+    """Key -> the overrides of a sweep: `zero=1,2` is {"zero": ["zero=1", "zero=2"]}.
 
     Hydra's grammar: lists with commas, choice(...), range(...). Raises UserError with all problems.
     """
@@ -180,7 +181,7 @@ def sweep_values(overrides: Sequence[str]) -> dict[str, list[str]]:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """YAML with every knob and nothing left to resolve; composing it gives the same recipe."""
+    """YAML with every knob and without interpolations; composing it gives the same recipe."""
     note = f"# make pretrain RECIPE=runs/{recipe.run}/recipe.yaml OVERRIDES=run=NEW_NAME\n"
     return note + OmegaConf.to_yaml(OmegaConf.create(_listed(dataclasses.asdict(recipe))))
 
@@ -191,7 +192,7 @@ def recipe_names() -> list[str]:
 
 
 def group_options(group: str) -> list[str]:
-    """Names in one config group option folder."""
+    """Names of the options of one config group."""
     return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
 
 
@@ -213,11 +214,11 @@ def locate(recipe_name: str) -> Path:
     )
 
 
-def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str], list[str]]:
-    """Ingredient choices, value changes, problems and warnings of a list of overrides."""
+def parse(overrides: Sequence[str]) -> tuple[list[str], list[Override], list[str], list[str]]:
+    """Config group choices, overrides of values, problems and warnings of a list of overrides."""
     parser = OverridesParser.create()
     choices: dict[str, str] = {}
-    changes: dict[str, Change] = {}
+    changes: dict[str, Override] = {}
     problems, warnings = [], []
     for text in overrides:
         try:
@@ -241,12 +242,12 @@ def parse(overrides: Sequence[str]) -> tuple[list[str], list[Change], list[str],
         else:
             typed = text.partition("=")[2]
             changes.pop(key, None)  # the later one also comes later
-            changes[key] = Change(key, parsed.value(), typed, parsed.is_delete())
+            changes[key] = Override(key, parsed.value(), typed, parsed.is_delete())
     return list(choices.values()), list(changes.values()), problems, warnings
 
 
 def _refusal(text: str, parsed: Any) -> str | None:
-    """Why a well-formed override is not taken, or None."""
+    """The refusal of a well-formed override that cannot be taken, or None."""
     key = parsed.key_or_group
     if not all(key.split(".")):
         return f"override {text!r} is malformed (no name before =); write knob=value"
@@ -271,7 +272,7 @@ def _is_hydra(key: str) -> bool:
 
 
 def _hydra(path: Path, choices: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Hydra's composition of a recipe, and which file set each leaf; both are the caller's own."""
+    """Hydra's composition of a recipe, and the file that set each leaf; both are copies."""
     files = tuple((str(file), file.stat().st_mtime_ns) for file in [path, *RECIPES.rglob("*.yaml")])
     tree, origins = _hydra_once(path, tuple(choices), files)
     return copy.deepcopy(tree), dict(origins)
@@ -282,7 +283,7 @@ def _hydra(path: Path, choices: list[str]) -> tuple[DictConfig, dict[str, str]]:
 def _hydra_once(
     path: Path, chosen: tuple[str, ...], files: tuple[tuple[str, int], ...]
 ) -> tuple[DictConfig, dict[str, str]]:
-    """The same, once per state of the files."""
+    """Like `_hydra`, computed once per state of the files."""
     choices = list(chosen)
     quoted = str(RECIPES).replace("\\", "\\\\").replace("'", "\\'")
     search = [f"hydra.searchpath=['file://{quoted}']"] if path.parent != RECIPES else []
@@ -308,7 +309,7 @@ def _hydra_once(
 
 
 def refuse_misread(file: Path) -> None:
-    """Raise ValueError for a number that YAML would read as another one."""
+    """Raise ValueError for a number that YAML reads as another number."""
     for token in yaml.scan(file.read_text(encoding="utf-8-sig")):
         if isinstance(token, yaml.ScalarToken) and token.plain and MISREAD.fullmatch(token.value):
             raise ValueError(
@@ -317,8 +318,8 @@ def refuse_misread(file: Path) -> None:
             )
 
 
-def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[str]:
-    """Put one override into the tree; returns problems."""
+def _apply(tree: DictConfig, origins: dict[str, str], change: Override) -> list[str]:
+    """Apply one override to the tree; returns problems."""
     for key in list(origins):
         if f"{key}.".startswith(f"{change.key}.") or f"{change.key}.".startswith(f"{key}."):
             del origins[key]
@@ -347,7 +348,7 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Change) -> list[st
 
 
 def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Resolved plain values, knobs left at `???`, and why some cannot be resolved."""
+    """Resolved plain values, knobs left at `???`, and knob -> why it cannot be resolved."""
     missing: list[str] = []
     broken: dict[str, str] = {}
 
@@ -370,7 +371,7 @@ def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], dict[str, str]]
 
 
 def _unresolved(node: DictConfig, key: Any, error: Exception) -> str:
-    """Why a knob's ${...} has no value."""
+    """The reason why a knob's ${...} has no value."""
     written = OmegaConf.to_container(node, resolve=False)[key]
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _one_line(error))
     return (
@@ -380,7 +381,7 @@ def _unresolved(node: DictConfig, key: Any, error: Exception) -> str:
 
 
 def _targets(values: Any, path: str = "") -> Iterator[str]:
-    """Recipes hold data, never the name of code to call."""
+    """Refusals of keys that name code to call: a recipe holds data only."""
     if isinstance(values, dict):
         for key, value in values.items():
             full = f"{path}.{key}" if path else str(key)
@@ -401,7 +402,7 @@ def _leaves(content: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, all the way down: YAML has no tuples."""
+    """Nested values with lists for tuples, which YAML does not have."""
     if isinstance(value, dict):
         return {key: _listed(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -414,7 +415,7 @@ def _shown(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Hydra's reason, in our words where its way out does not exist here."""
+    """Hydra's reason; our own text where its way out does not exist here."""
     found = re.search(r"Could not override '(\w+)'\.\s+No match", str(error))
     if found:
         group = found.group(1)
@@ -423,7 +424,7 @@ def _reason(error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The first paragraph of a library's message, without its trailer."""
+    """The first paragraph of a library's message, as one line."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or its defaults list leads back to itself"
     text = str(error).split("\n    full_key")[0].split("\nSee https")[0]

@@ -1,4 +1,4 @@
-"""Knobs of what a run survives by itself, and of who is told.
+"""Knobs of the health policy and of alerts.
 
 A part of `recipes.schema`, under the same rule: a knob exists here or nowhere. Units: steps, nats,
 seconds.
@@ -14,10 +14,10 @@ from base.values import MANY, knob
 
 @dataclass(frozen=True)
 class Health:
-    """What counts as a sick step, and what is done about it. `docs/spikes.md` tells how to tune.
+    """Limits of a healthy step, and what happens beyond them; `docs/spikes.md` explains tuning.
 
-    A step that is not finite is skipped whatever stands here. Outliers are finite steps far above
-    the median of the steps before them; they are rare and cheap to leave out.
+    A step that is not finite is always skipped. Outliers are finite steps far above the median of
+    the steps before them; they are rare and cheap to leave out.
     """
 
     outliers: str = knob(
@@ -113,11 +113,12 @@ class Health:
 
 @dataclass(frozen=True)
 class Alerts:
-    """Who hears of what a person should know."""
+    """The command that is started for each alert."""
 
     command: Any = knob(
         (),
         "[program, argument, ...] started for each alert without a shell; the text comes on its"
         " standard input and in ALERT_TEXT, the kind in ALERT_KIND; [] = none",
+        kind="list of texts",
     )
     timeout_s: int = knob(10, "the command is killed after this", unit="seconds", low=1, high=600)

@@ -1,6 +1,6 @@
-"""Rules between knobs that need no layout: each a pure function of a few knobs.
+"""Rules between knobs that need no layout; each is a pure function of a few knobs.
 
-One rule: a function returns one line - the values, the rule, the way out - or None. It runs only
+Rule: a function returns None or one line with the values, the rule and the way out. It runs only
 where all its knobs are legal by themselves, so it never sees a missing or mistyped value.
 """
 
@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from base.values import read_steps
+from recipes.schema import batch_ramp
 
-# A thousand times the largest batches in print, and places that still fit into memory.
+# A thousand times the largest published batches; the indices of so many still fit into memory.
 MOST_SEQUENCES = 2**22
 
 
@@ -59,13 +60,8 @@ def _decay_leaves_weights(lr, weight_decay) -> str | None:
     )
 
 
-def _pieces(batch_tokens) -> tuple[tuple[int, int], ...]:
-    """(first data step, tokens) of each piece of a ramp; one piece for a constant batch."""
-    return batch_tokens if isinstance(batch_tokens, tuple) else ((0, batch_tokens),)
-
-
 def _batch_has_an_end(batch_tokens, seq_len) -> str | None:
-    most = max(tokens for _, tokens in _pieces(batch_tokens))
+    most = max(tokens for _, tokens in batch_ramp(batch_tokens))
     if most // seq_len <= MOST_SEQUENCES:
         return None
     return (
@@ -134,7 +130,7 @@ def _seq_len_warmup(warmup, seq_len) -> str | None:
 
 
 def _built_in_corpora(sources) -> str | None:
-    """What is built lands in the repository only where git ignores it."""
+    """A corpus that is built inside the repository must be in corpora/, which git ignores."""
     for uid, source in sources.items():
         path = Path(os.path.normpath(source.corpus))
         if source.build and not path.is_absolute() and path.parts[:1] != ("corpora",):
@@ -237,7 +233,7 @@ def _auto_interval(interval, mtbf_hours) -> str | None:
 
 
 def _ramp_is_reached(batch_tokens, steps) -> str | None:
-    late = [step for step, _ in _pieces(batch_tokens) if steps is not None and step >= steps]
+    late = [step for step, _ in batch_ramp(batch_tokens) if steps is not None and step >= steps]
     if not late:
         return None
     return f"batch_tokens has a piece from step {late[0]} on; the run ends before, steps={steps}"

@@ -16,11 +16,10 @@ from typing import Any
 from base.values import MANY, REQUIRED, WIDE, knob
 from recipes.faults import Alerts, Health
 
-# Knobs that had another name once: group -> {old name: name}. Recipes and checkpoints of that time
-# are read under it.
+# Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
 
-LONG = 10**7  # seconds: four months, which every timer takes
+LONG = 10**7  # seconds: four months; every timer accepts it
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -35,7 +34,7 @@ FP16 = (
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of the decoder, in Hugging Face's words (`LlamaConfig`)."""
+    """Shape of the decoder, under Hugging Face's names (`LlamaConfig`)."""
 
     vocab_size: int = knob(
         REQUIRED,
@@ -77,6 +76,7 @@ class Source:
         1.0,
         "share of the tokens, relative to the other sources; or stages [[data step, weight], ...],"
         " the first step 0",
+        kind="number, or list of [data step, number]",
     )
     max_epochs: float | None = knob(
         None, "refuse a run that would repeat this source more often", above=0, high=1e9
@@ -93,30 +93,35 @@ class Source:
 
 @dataclass(frozen=True)
 class Skip:
-    """What of the data is left out. Ranges [first, end) are absolute data steps; they may overlap.
+    """Data that is left out. Ranges [first, end) are absolute data steps; they may overlap.
 
-    A range that is added to a run begins at data steps that are still ahead.
+    A range that is added to a run must begin at a data step that is still ahead.
     """
 
     advance: Any = knob(
         (),
         "[[first, end], ...]: batches left out, training goes on with the next one",
         unit="steps",
+        kind="list of [first, end]",
     )
     no_update: Any = knob(
-        (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"
+        (),
+        "[[first, end], ...]: batches that count as steps but do not train",
+        unit="steps",
+        kind="list of [first, end]",
     )
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
         " by number, that give no loss in these data steps; end null = to the end of the run; with"
         " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
+        kind="list of {source, documents, steps}",
     )
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on and how windows are cut from it."""
+    """The training data, and how it is divided into windows."""
 
     sources: dict[str, Source] = knob(
         REQUIRED, "name -> corpus, weight; the name is part of the order"
@@ -187,7 +192,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hardware, as far as the run must know it."""
+    """The hardware of a run."""
 
     device: str = knob(
         "auto", "auto = cuda where torch sees one, else cpu", choices=("auto", "cpu", "cuda")
@@ -201,6 +206,45 @@ class Cluster:
         unit="TFLOP/s",
         above=0,
         high=1e6,
+    )
+    gpu: str | None = knob(
+        None, "name of the GPU in plan/published/gpus.csv, whose data sheet the planner uses"
+    )
+    matmul_tflops: float | None = knob(
+        None,
+        "what a large matrix product reaches alone, for the planner; null = data sheet",
+        unit="TFLOP/s",
+        above=0,
+        high=1e6,
+    )
+    memory_gib: float | None = knob(
+        None, "memory of one GPU; null = data sheet", unit="GiB", above=0, high=1e6
+    )
+    memory_gb_s: float | None = knob(
+        None, "memory bandwidth of one GPU; null = data sheet", unit="GB/s", above=0, high=1e7
+    )
+    link_gb_s: float | None = knob(
+        None,
+        "one direction of one GPU's links inside the scale-up domain; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    domain: int | None = knob(
+        None, "GPUs that the fast links join; null = data sheet, or one host", low=1, high=2**20
+    )
+    nic_gb_s: float | None = knob(
+        None,
+        "one direction of the network, per GPU; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    price_per_hour: float | None = knob(
+        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+    )
+    calibration: str | None = knob(
+        None, "file that `make calibrate` wrote: the planner uses its rates instead"
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
@@ -224,7 +268,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of the axes of ranks. The data axis is what is left."""
+    """Sizes of the axes of ranks; the remaining factor of all ranks is the data axis."""
 
     tensor: int = knob(1, "ranks that share each layer", low=1, high=2**20)
     sequence: bool = knob(
@@ -239,6 +283,7 @@ class Parallel:
         "first decoder block of every pipeline stage but the first, such as [7,14,21]; null ="
         " balanced by cost, with embedding and head counted",
         unit="blocks",
+        kind="list of integers",
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
@@ -250,7 +295,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Log:
-    """What is written while training."""
+    """Output while training."""
 
     every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
     tensorboard: bool = knob(True, "write event files")
@@ -267,13 +312,14 @@ class Log:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state of a run is saved, and which saves stay."""
+    """When the state of a run is saved, and which checkpoints are kept."""
 
     interval: Any = knob(
         0,
         "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
         " Young's formula, from measured times and cluster.mtbf_hours",
         unit="steps",
+        kind="integer or auto",
     )
     mode: str = knob(
         "sync",
@@ -312,7 +358,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is watched of the machines while a run trains."""
+    """Readings of the machines while a run trains."""
 
     every_s: float | None = knob(
         None,
@@ -336,7 +382,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Restart:
-    """What the launcher does when ranks die: it starts them again from the newest checkpoint."""
+    """Restarts: the launcher starts failed ranks again from the newest checkpoint."""
 
     attempts: int = knob(
         3,
@@ -373,6 +419,15 @@ class Watch:
     )
 
 
+def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
+    """(first data step, tokens per step) of each piece of `batch_tokens`.
+
+    A constant batch is one piece from step 0 on.
+    """
+    is_ramp = isinstance(batch_tokens, list | tuple)
+    return tuple(batch_tokens) if is_ramp else ((0, batch_tokens),)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One pretraining run: weights, batches and learning rate are functions of this alone."""
@@ -383,7 +438,10 @@ class Recipe:
         None, "length of the run; or give tokens", unit="steps", low=1, high=MANY
     )
     tokens: Any = knob(
-        None, "length of the run: a number, or chinchilla = 20 per parameter", unit="tokens"
+        None,
+        "length of the run: a number, or chinchilla = 20 per parameter",
+        unit="tokens",
+        kind="integer or chinchilla",
     )
     stop_after: int | None = knob(
         None, "end after this step without touching the schedule", unit="steps", low=1, high=MANY
@@ -397,19 +455,26 @@ class Recipe:
         " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
         " null = none",
         unit="tokens",
+        kind="list of [data step, tokens]",
     )
     batch_tokens: Any = knob(
         REQUIRED,
         "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
         unit="tokens",
+        kind="integer, or list of [step, tokens]",
     )
     micro_batch: int = knob(
         1, "sequences per rank and forward pass", unit="sequences", low=1, high=2**20
     )
     precision: str = knob("bf16", "bf16 = bf16 weights, fp32 master", choices=("bf16", "fp32"))
-    zero: Any = knob(1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/")
+    zero: Any = knob(
+        1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/", kind="integer or text"
+    )
     warmup: Any = knob(
-        0.01, "linear warm-up: a fraction below 1 of the run, or a number of steps", unit="steps"
+        0.01,
+        "linear warm-up: a fraction below 1 of the run, or a number of steps",
+        unit="steps",
+        kind="number or integer",
     )
     eval_every: int = knob(
         0, "steps between evaluations on held-out documents; 0 = only at the end", low=0, high=MANY
@@ -442,7 +507,9 @@ class Recipe:
         choices=("auto", "fresh"),
     )
     allow: Any = knob(
-        (), "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
+        (),
+        "knobs that may differ from the checkpoint although they change the run: [optim.lr]",
+        kind="list of knob names",
     )
     init_from: str | None = knob(
         None,

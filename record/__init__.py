@@ -5,6 +5,7 @@ attempts.py                the attempts of a run: how each ended, how far it cam
 bundle.py                  the folder with everything about a run that stopped for good
 environment.py             environment.json: code, versions and hardware of every start
 event_lines.py             one event of events.jsonl as one line for a person
+failure.py                 the exception that ended a rank: type, text, place and phase
 forecast.py                expected goodput of a run with failures, and the best save interval
 goodput.py                 the wall clock of a run, divided into useful and lost seconds
 heartbeat.py               the sign of life that each rank writes for the watchdog
@@ -14,6 +15,7 @@ records.py                 reading, repairing and appending the JSON-lines files
 requests.py                signals and `make stop`: how all ranks agree to end after one step
 resuming.py                whether a start continues a run, from which step, or is refused
 run_folder.py              runs/<run>/: made once by rank 0, guarded by a lock and a lease
+run_state.py               the state of a run as `make status` and `make runs` show it
 supervisor_log.py          what the supervisor reads and writes between two attempts
 trust.py                   refuses run folders that untrusted users could change
 """

@@ -15,12 +15,14 @@ import datetime
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from base.run_variables import LAUNCH
 from checkpoint.format.manifest import committed
 from record import records
+from record.failure import Failure
 
 # Events of rank 0 that say how its attempt ended, and the cause that they stand for.
 ENDINGS = {
@@ -35,7 +37,9 @@ ENDINGS = {
 # Causes that count as a failure of the run, not as an end that somebody asked for.
 FAILURES = ("killed", "hung", "lost_host", "out_of_memory", "failed")
 # Fields of Attempt in its line of events.jsonl; `attempt`, `seconds` and the steps stand beside.
-WRITTEN = ("cause", "status", "began_unix_s", "ended_unix_s", "rank", "host", "phase", "why")
+WRITTEN = (
+    "cause", "status", "began_unix_s", "ended_unix_s", "rank", "host", "phase", "why", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class RankEnd:
     silent_s: float = 0.0
     stack: tuple[str, ...] = ()
     only_waits: bool = False
+    error: dict[str, Any] | None = None  # the fields of its Failure
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,15 @@ class Attempt:
     began_unix_s: float
     ended_unix_s: float
     ends: tuple[RankEnd, ...] = ()
-    # How it ended. `rank` on `host` failed first, in `phase`; `why` says why it counts as hung.
+    # How it ended. `rank` on `host` failed first, in `phase`; `why` is the reason as text, and
+    # `error` has the fields of its exception (record.failure).
     cause: str | None = None  # None = it goes on
     status: int | None = None
     rank: int | None = None
     host: str | None = None
     phase: str | None = None
     why: str | None = None
+    error: Mapping[str, Any] | None = None
     # Time without training that only the launcher can measure.
     restart_s: float = 0.0  # from the end of the attempt before
     detect_s: float = 0.0  # from the first failure to the end of all ranks
@@ -186,11 +193,38 @@ def complete(folder: Path) -> None:
         endings = [ENDINGS[event["kind"]] for event in own if event["kind"] in ENDINGS]
         last = max([unix_s(own[-1]), _modified(folder, number)])
         first_s = min(began.get("started_unix_s", last), unix_s(began))
-        attempt = Attempt(first_s, last, cause=endings[-1] if endings else "killed", number=number)
+        cause = endings[-1] if endings else "killed"
+        attempt = Attempt(first_s, last, cause=cause, number=number)
+        errors = [event["error"] for event in own if event.get("error")]
+        if errors and cause in ("failed", "gave_up"):
+            attempt = with_failure(attempt, Failure.from_dict(errors[-1]))
         attempt = _completed(folder, attempt, began, own)
         records.record_event(
             folder, "attempt", attempt=number, written_later=True, **attempt.written()
         )
+
+
+def record_nothing_left(folder: Path, step: int, world: int) -> None:
+    """Record an attempt that found nothing to train, because `step` is saved and the last one.
+
+    Without it the record would end with the attempt before, which may have been killed between its
+    last save and its end. Nothing is written where that attempt ended well. Only the writer of the
+    run may call this.
+    """
+    complete(folder)
+    ends = [event for event in records.read_events(folder) if is_end(event)]
+    if ends and ends[-1]["cause"] in ("finished", "stopped"):
+        return
+    number = next_number(folder)
+    launch = {"launch": os.environ[LAUNCH]} if LAUNCH in os.environ else {}
+    began_s = process_began_unix_s()
+    records.record_event(
+        folder, "began", attempt=number, after_step=step, world=world, started_unix_s=began_s,
+        **launch,
+    )  # fmt: skip
+    records.record_event(folder, "finished", attempt=number, step=step, is_saved=True)
+    if not launch:  # no launcher waits to write the attempt's line
+        complete(folder)
 
 
 def _completed(
@@ -230,6 +264,18 @@ def seconds_of(
     else:
         found["start"] = max(0.0, attempt.ended_unix_s - attempt.began_unix_s - attempt.detect_s)
     return {name: round(value, 3) for name, value in found.items()}
+
+
+def with_failure(attempt: Attempt, failure: Failure | None) -> Attempt:
+    """The attempt with the exception that ended it: in `error`, and as text in `why`."""
+    if failure is None:
+        return attempt
+    return replace(
+        attempt,
+        phase=failure.phase or attempt.phase,
+        why=attempt.why or str(failure),
+        error=asdict(failure),
+    )
 
 
 def is_end(event: Mapping[str, Any]) -> bool:

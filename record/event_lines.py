@@ -12,6 +12,7 @@ from typing import Any
 
 from base.units import duration
 from base.values import counted
+from record.failure import Failure
 
 COMMON = ("time", "kind", "attempt", "segment", "launch")  # shown before, or useless to a person
 
@@ -77,6 +78,26 @@ def attempt_text(event: Mapping[str, Any]) -> str:
     )
 
 
+def failure_text(event: Mapping[str, Any]) -> str:
+    """Text of an attempt that failed: its number, rank, phase and step, and the reason."""
+    who = "" if event.get("rank") is None else f", rank {event['rank']}"
+    who += f" of {event['host']}" if event.get("host") else ""
+    phase = f" in phase {event['phase']}" if event.get("phase") else ""
+    error = event.get("error") or {}
+    step = f" of step {error['step']}" if error.get("step") else ""
+    return f"attempt {event['attempt']}{who}{phase}{step}: {event['why']}"
+
+
+def exception_text(event: Mapping[str, Any]) -> str:
+    """Text of an attempt that ended by an exception of rank 0."""
+    failure = Failure.from_dict(event.get("error"))
+    if failure is None:
+        return plain_text(event)
+    phase = f"in phase {failure.phase}" if failure.phase else ""
+    step = f" of step {failure.step}: " if failure.step else ": " if phase else ""
+    return f"{phase}{step}{failure}"
+
+
 def end_text(event: Mapping[str, Any]) -> str:
     """Text of a regular end: finished, stopped, preempted or interrupted."""
     known = dict(event)
@@ -90,3 +111,4 @@ def end_text(event: Mapping[str, Any]) -> str:
 TEXTS = {"began": began_text, "saved": saved_text, "attempt": attempt_text} | dict.fromkeys(
     ("finished", "stopped", "preempted", "interrupted"), end_text
 )
+TEXTS["failed"] = exception_text

@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from base.run_variables import BEATS
+from record.failure import Failure, failure_of, write_failure
 
 LENGTH = 80  # bytes of a beat
+FAILURE = ".failure"  # suffix of the file in which the launcher finds the exception of a rank
 SHOWN = ".beat"  # file in the run folder: what rank 0 is doing, for `make status` on any host
 SHOWN_LENGTH = 200
 SHOWN_EVERY_S = 5.0
@@ -44,6 +46,8 @@ class Heart:
         self._file: int | None = None
         self._shown: int | None = None
         self._shown_phase, self._shown_at = "", float("-inf")
+        self.failure: Failure | None = None  # the exception that ends this rank
+        self._failure_path: Path | None = None
 
     def begin(self, environ: Mapping[str, str] = os.environ) -> None:
         """Beat from now on where a launcher reads; where none does, SIGUSR2 dumps to stderr."""
@@ -52,6 +56,7 @@ class Heart:
         target: Any = sys.stderr
         if folder:
             path = Path(folder) / f"rank-{rank:05d}"
+            self._failure_path = path.with_suffix(FAILURE)
             with contextlib.suppress(OSError):  # the launcher's folder is gone: nobody reads
                 self._file = os.open(path.with_suffix(".beat"), os.O_WRONLY | os.O_CREAT, 0o600)
                 target = os.open(path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT, 0o600)
@@ -95,6 +100,23 @@ class Heart:
                 self.beat(before)
 
         return beating
+
+    @contextlib.contextmanager
+    def reporting(self, *not_failures: type[BaseException]) -> Iterator[None]:
+        """Keep the exception that leaves the block as this rank's `failure`, for the launcher.
+
+        Only the first one counts. Exceptions of the types `not_failures` are none, and neither are
+        requests to end (KeyboardInterrupt, SystemExit).
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.failure is None and not isinstance(error, not_failures):
+                self.failure = failure_of(error, self._phase, self._step or None)
+                if self._failure_path is not None:
+                    with contextlib.suppress(OSError):
+                        write_failure(self._failure_path, self.failure)
+            raise
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield `items` with a beat before each, so that a long phase does not look like a hang."""

@@ -7,7 +7,7 @@
      "skips": [{"effect": "advance", "range": [85, 90], "from_step": 81, "why": ..., ...}]}
     {"kind": "branch", "segment": 1, "step": 120, "to": "tiny-b", ...}
 
-Each line ends with a digest of its text, `"digest": "0123456789abcdef"` (checkpoint.lineage).
+Each line ends with a digest of its text, `"digest": "0123456789abcdef"` (base.jsonl).
 
 Rule: a line is never changed or removed; a later line is about later steps. A rewind and its skips
 are one line, so that a kill leaves all of it or nothing. Events without a decision (attempts,
@@ -17,7 +17,6 @@ alarms, saves) stand in events.jsonl. Units: steps; ranges [first, end) count da
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -26,12 +25,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.durable import sync_folder
 from base.errors import UserError
+from base.jsonl import Line, drop_torn_line, encode
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
 from checkpoint.format.state import RunState
-from checkpoint.lineage import FILE, Line, encode, lineage, read, segments
+from checkpoint.lineage import FILE, lineage, read, segments
 from checkpoint.load.allowed_changes import ABSENT, RecipeChange
 from recipes.schema import Data
 
@@ -325,16 +326,9 @@ def now() -> str:
 
 def append(folder: Path, line: Line) -> None:
     """Append one line durably: after a crash it is whole, or it is not there."""
-    text = encode(line)
     path = folder / FILE
-    with open(path, "a+b", buffering=0) as file:
-        file.seek(0)
-        before = file.read()
-        kept = before.rfind(b"\n") + 1
-        if kept < len(before):
-            file.truncate(kept)  # a half-written line of a killed process
-        if file.write(text) != len(text):
-            file.truncate(kept)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    drop_torn_line(path)
+    with open(path, "ab", buffering=0) as file:
+        jsonl.append(file, encode(line))
         os.fsync(file.fileno())
     sync_folder(folder)

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
-import numbers
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from base.jsonl import append_line, decode, drop_torn_line
 from base.redaction import redacted, secret_values
-from base.tail import newest_lines, whole_bytes
+from base.tail import newest_lines
 from checkpoint import lineage
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
@@ -47,64 +46,12 @@ HAVE = {
 }  # fmt: skip
 
 
-def strict_line(fields: Mapping[str, Any]) -> str:
-    """One line of strict JSON with digest and newline. Raises TypeError for a tensor."""
-    non_finite: list[str] = []
-
-    def plain(value: Any, name: str) -> Any:
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        if isinstance(value, numbers.Integral):
-            return int(value)
-        if isinstance(value, numbers.Real):
-            if math.isfinite(value):
-                return float(value)
-            non_finite.append(name)
-            return None
-        if isinstance(value, Mapping):
-            return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
-        raise TypeError(
-            f"{name} is a {type(value).__name__}: only plain numbers, text, lists and mappings"
-        )
-
-    record = {name: plain(value, name) for name, value in fields.items()}
-    if non_finite:
-        record["non_finite"] = non_finite
-    return lineage.encode(record).decode()
-
-
-def append_line(path: Path, fields: Mapping[str, Any]) -> None:
-    """Append one line to `path` in a single write, so that lines of two processes never mix."""
-    with open(path, "ab", buffering=0) as file:
-        write_line(file, strict_line(fields))
-
-
-def write_line(file: BinaryIO, line: str) -> None:
-    """Append a line to an unbuffered file, whole or not at all.
-
-    On a full disk a write can end early without an error; the written part is then removed again.
-    Raises OSError.
-    """
-    data = line.encode()
-    written = file.write(data)
-    if written != len(data):
-        file.truncate(os.fstat(file.fileno()).st_size - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-
-
 def repair(path: Path, log: Callable[[str], None] = print) -> bool:
     """Drop the half-written last line of `path` and log that; True if there was one."""
-    if not path.exists():
-        return False
-    size, kept = path.stat().st_size, whole_bytes(path)
-    if kept == size:
-        return False
-    with open(path, "r+b") as file:
-        file.truncate(kept)
-    log(f"{path}: dropped {size - kept} bytes of a half-written last line")
-    return True
+    dropped = drop_torn_line(path)
+    if dropped:
+        log(f"{path}: dropped {dropped} bytes of a half-written last line")
+    return dropped > 0
 
 
 def make_way(path: Path, log: Callable[[str], None] = print) -> None:
@@ -250,22 +197,11 @@ def last_lines(path: Path, most: int = 1, needed: Collection[str] = ()) -> list[
 
 
 def parse_line(line: str | bytes) -> dict[str, Any]:
-    """The record of a line of strict JSON.
+    """The record of a line, under the names of today.
 
-    Raises ValueError for NaN and Infinity, which json.loads would accept, and for a text that does
-    not match its digest. Lines of older versions have no digest.
+    Raises ValueError for what `base.jsonl.decode` refuses: a wrong digest, or no JSON object.
     """
-    text = line.encode() if isinstance(line, str) else line
-    if lineage.has_digest(text):
-        return with_new_names(lineage.decode(text.removesuffix(b"\n")))
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON value")
-
-    record = json.loads(line, parse_constant=refuse)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} is no record")
-    return with_new_names(record)
+    return with_new_names(decode(line.encode() if isinstance(line, str) else line))
 
 
 def with_new_names(record: dict[str, Any]) -> dict[str, Any]:

@@ -226,6 +226,12 @@ def compare(
     now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
     verdict = check_resume(stored, now, recipe.allow)
     problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]
+    if any(change.treatment == "fixed" for change in verdict.changes):
+        problems.insert(
+            0,
+            f"this run holds another training, with a checkpoint of step {state.step}. To train"
+            " this one beside it, add run=NAME; to replace it, add resume=fresh",
+        )
     if problems:
         raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes

@@ -16,11 +16,13 @@ from typing import Any, TextIO
 
 from base.errors import UserError
 from record import attempts
+from record.event_lines import failure_text
 from record.presence import LAUNCHER, attend
 from record.records import EVENTS, read_events, record_event
 from record.requests import BETWEEN_ATTEMPTS, forget, read_request
 
 ROOM_BYTES = 1 << 20  # more than the lines of an attempt take
+SHOWN_FAILURES = 5
 
 
 class SupervisorLog:
@@ -54,11 +56,6 @@ class SupervisorLog:
         with contextlib.suppress(OSError, UserError):
             self._progress = attempts.progress_of(self.folder)
         return self._progress
-
-    def place(self) -> tuple[int, int, int]:
-        """The same as (segment, newest step, newest saved step)."""
-        found = self.progress()
-        return found.segment, found.step, found.saved_step
 
     def trouble(self) -> str | None:
         """The reason why nothing can be recorded now; None where it can, or nothing was yet."""
@@ -120,6 +117,16 @@ class SupervisorLog:
         with contextlib.suppress(OSError, UserError):
             return f"attempt-{attempts.next_number(self.folder) - 1}"
         return "attempt-unknown"
+
+    def explanation(self, why: str) -> str:
+        """The text of WHY.txt: why the run is given up, and the reasons of its newest failures."""
+        lines = [why]
+        with contextlib.suppress(OSError, UserError):
+            failed = [e for e in read_events(self.folder, "attempt") if e.get("why")]
+            lines += [
+                f"{e['cause']}: {failure_text(e)}" for e in failed[: -SHOWN_FAILURES - 1 : -1]
+            ]
+        return "".join(f"{line}\n" for line in lines)
 
     def note(self, host: str, state: str, **facts: Any) -> None:
         """Record what became of a host, where the run has a record already."""

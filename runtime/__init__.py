@@ -1,5 +1,12 @@
-"""INSIDE the training process.
+"""The runtime: engine, DeepSpeed JSON, health, monitoring, logs and processes of a run.
 
-resolve.py                 Everything that follows from a recipe, a number of ranks and the ba
-saving.py                  When a run saves, and what; and what the ranks tell each other befo
+resolve.py       Recipe, ranks and schedule -> layout, DeepSpeed JSON, length, warnings
+run.py           One run as one rank holds it from its start to its end
+starting.py      Steps of a start: weights, segment, record, banner
+telemetry.py     Everything that observes the loop, behind one object
+saving.py        The schedule of saves, and what the ranks exchange before each save
+save_writers.py  The two ways in which a save is written: in the step, or in a thread
+saved_state.py   The state that a checkpoint holds besides weights and optimizer
+
+Rooms: engine/ ds_config/ monitor/ health/ log/ process/
 """

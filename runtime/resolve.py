@@ -1,19 +1,20 @@
-"""Everything that follows from a recipe, a number of ranks and the batch schedule, worked out once.
+"""Resolves a recipe: everything that follows from it, a number of ranks and the batch schedule.
 
     recipe x world x schedule -> layout, DeepSpeed JSON, length of the run, warm-up, warnings
 
-The one rule: a pure function without torch. The launcher calls it to refuse, every rank calls it to
-run, `make show` calls it to print; all three see the same.
+Rule: `resolve` is a pure function without torch. The launcher calls it to refuse, every rank calls
+it to run, `make show` calls it to print; all three get the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from base.errors import UserError
 from base.units import MIB
 from base.values import as_int
+from data.stream.schedule import Schedule
 from model.cost import flops_per_token, num_parameters
 from parallel.communication_volume import gathers
 from parallel.layout import Layout, solve
@@ -27,16 +28,9 @@ CHINCHILLA = 20
 FAR_BELOW, FAR_ABOVE = 4, 100
 
 
-class Schedule(Protocol):
-    """What is needed of `data.schedule.Schedule`."""
-
-    def steps_for(self, tokens: int) -> int: ...
-    def tokens_after(self, step: int) -> int: ...
-
-
 @dataclass(frozen=True)
 class Resolved:
-    """The plan of a run: `total_steps` is what the schedule spans, `last_step` where it ends."""
+    """The plan of a run: the schedules span `total_steps`, the run ends after `last_step`."""
 
     layout: Layout
     engine: EngineConfig
@@ -85,7 +79,7 @@ def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
 
 
 def attempt(problems: list[str], action):
-    """The action's value, or None after its problems have been added to the list."""
+    """Return the value of `action`; where it raises UserError, add its problems and return None."""
     try:
         return action()
     except UserError as error:
@@ -111,12 +105,12 @@ def length_in_steps(recipe: Recipe, schedule: Schedule, parameters: int) -> int:
         return schedule.steps_for(CHINCHILLA * parameters)
     tokens = as_int(recipe.tokens)
     if tokens < 1:
-        raise UserError(f"tokens={recipe.tokens} is no length; give a number above 0")
+        raise UserError(f"tokens={recipe.tokens} is not a length; give a number above 0")
     return schedule.steps_for(tokens)
 
 
 def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> list[str]:
-    """Lines about a legal layout that costs more than it may seem."""
+    """Warnings about a legal layout that costs more than a reader may expect."""
     lines = []
     if layout.stage == 3 and layout.tensor > 1:
         count, size = gathers(recipe, layout, json)
@@ -130,7 +124,7 @@ def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> lis
 
 
 def budget_warnings(tokens: int, parameters: int) -> list[str]:
-    """A line when the run is far from the compute-optimal number of tokens."""
+    """A warning where the run is far from the compute-optimal number of tokens."""
     ratio = tokens / parameters
     if FAR_BELOW <= ratio <= FAR_ABOVE:
         return []

@@ -99,12 +99,12 @@ def check_window(weights: FolderWeights, seq_len: int) -> None:
 
 def check_tokenizer(folder: Path, stream: Stream) -> None:
     """Raise UserError where a corpus was not made with the tokenizer of the weights."""
-    found = load_tokenizer(folder).fingerprint()
+    found = load_tokenizer(folder, needs_end=False)
     for uid, corpus in zip(stream.uids, stream.corpora, strict=True):
-        if corpus.tokenizer_fingerprint not in (None, found):
+        if corpus.tokenizer_fingerprint is not None and not corpus.is_made_with(found):
             raise UserError(
                 f"init_from: the weights were trained with the tokenizer in {folder}"
-                f" ({found[:16]}), data.sources.{uid} was made with another one"
+                f" ({found.fingerprint()[:16]}), data.sources.{uid} was made with another one"
                 f" ({corpus.tokenizer_fingerprint[:16]}); tokenize the text with that tokenizer"
             )
 

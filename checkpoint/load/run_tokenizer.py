@@ -25,7 +25,7 @@ def find_tokenizer(state: dict[str, Any], named: Path | None = None) -> Path | N
     if not there or known is None:
         return there[0] if there else named
     for folder in there:
-        if load_tokenizer(folder).fingerprint().startswith(known):
+        if load_tokenizer(folder, needs_end=False).is_recorded_as(known):
             return folder
     raise UserError(
         f"{there[0]}: is not the tokenizer that the run was trained with (fingerprint {known}):"

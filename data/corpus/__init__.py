@@ -1,16 +1,17 @@
-"""A corpus on disk: manifest, shards, index, block hashes, tokenizer; and the built-in ones.
+"""A corpus on disk: manifest, shards, index, block hashes, tokenizer; and the built-in corpora.
 
-block_hashes.py            Block hashes: one xxh3-64 per 8 MiB of a .bin, kept beside it, so t
-build.py                   Building corpora that recipes name, once and whole: `python -m data
-build_report.py            What became of the input, in lines for a person: printed at the end
-corpus.py                  A corpus: a folder with manifest.json, shards, and the tokenizer th
-corpus_writer.py           Writing a corpus from documents: tokenize, append the end id, cut s
-documents.py               Document rules: from bytes or text to the text that is tokenized
-indexed.py                 Megatron's indexed format: a `.bin` of token ids back to back and a
-shard_writer.py            Writing one shard: `.bin`, `.idx` and `.xxh`, streamed, and publish
-shards.py                  Reading a split of a corpus: its shards, end to end, as one long ro
-sotu.py                    The default corpus: addresses of US presidents since 1790, from the
-stdlib.py                  A second text for mixtures: the source code of the running Python's
-synthetic.py               A corpus whose entropy is known exactly: documents of a first-order
-tokenizer.py               Tokenizers: train one, load any Hugging Face folder, encode, identi
+corpus.py           opens a corpus and checks it against its manifest: start here
+shards.py           reads a split as one long row of tokens with document starts
+indexed.py          Megatron's .bin and .idx: header, type codes, offsets
+block_hashes.py     one xxh3-64 per 8 MiB block of a .bin, checked before the block is used
+shard_writer.py     writes one shard and publishes it when it is complete
+corpus_writer.py    documents of text into a corpus folder, for the built-in corpora
+documents.py        rules for text: encoding, line ends, blank documents
+tokenizer.py        trains, opens, identifies and saves tokenizers
+build.py            builds a built-in corpus once, under a lock
+build_lock.py       one process builds, the others wait and know for whom
+build_report.py     the report at the end of a build and of `make corpus-info`
+sotu.py             the default corpus: addresses of US presidents
+stdlib.py           source code of the Python standard library, for mixtures
+synthetic.py        a Markov source whose entropy is known exactly
 """

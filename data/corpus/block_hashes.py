@@ -1,9 +1,10 @@
 """Block hashes: one xxh3-64 per 8 MiB of a .bin, kept beside it, so that damage is found before a
 token of it is used.
 
-Knows the side file `<shard>.xxh`: little-endian uint64, one per block in file order, the last block
-may be shorter. Its one rule: a block is hashed whole at its first touch in a process, and never
-again.
+The side file `<shard>.xxh` holds little-endian uint64, one per block in file order; the last block
+may be shorter.
+
+Rule: a block is hashed whole when a process first touches it, and never again.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def side_file_bytes(bin_bytes: int) -> int:
 
 
 class BlockChecker:
-    """Which blocks of one .bin are known to be good. Not safe for threads; its owner holds a
-    lock.
+    """Remembers which blocks of one .bin are known to be good. Not safe for threads: the caller
+    holds a lock.
 
-    is_hashed: False for a .bin without a side file, whose blocks nobody can check: all pass.
+    is_hashed: False for a .bin without a side file; its blocks cannot be checked, so all pass.
     """
 
     def __init__(self, bin_path: Path, bin_bytes: int, is_hashed: bool = True):
@@ -81,8 +82,9 @@ class BlockChecker:
                     self._check_block(fd, block)
 
     def damaged(self, fd: int, first_byte: np.ndarray, end_byte: np.ndarray) -> np.ndarray:
-        """Which of the byte ranges [first, end) touch a bad block, bool; a bad one stays bad as
-        long as the process lives, so that all ranks go on agreeing.
+        """True for byte ranges [first, end) that touch a bad block, bool (n,).
+
+        A bad block stays bad as long as the process lives, so that all ranks keep agreeing.
         """
         first, last = first_byte // BLOCK_BYTES, (end_byte - 1) // BLOCK_BYTES
         found = np.zeros(len(first), dtype=bool)
@@ -114,8 +116,9 @@ class BlockChecker:
 
 
 def read_exactly(fd: int, target: memoryview, offset: int, path: Path) -> None:
-    """Fill `target` (bytes) from the file position `offset`; a read that ends early is tried again,
-    then refused.
+    """Fill `target` (bytes) from the file position `offset`.
+
+    A read that ends early is tried once more. Raises UserError where the file is too short.
     """
     done, last_try = 0, False
     while done < len(target):

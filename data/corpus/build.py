@@ -1,20 +1,18 @@
-"""Building corpora that recipes name, once and whole: `python -m data.corpus.build
-[sotu|stdlib|synthetic]
-[folder]`.
+"""Built-in corpora that recipes name, built once and whole.
 
-Its one rule: a corpus folder appears complete or not at all. Everything is written into a temporary
-folder beside it and renamed; a lock file lets one process build while others wait for its result.
-The lock belongs to an open file, so a killed build releases it, and the next one sweeps what it
-left.
+    python -m data.corpus.build [sotu|stdlib|synthetic] [folder]
 
-    no folder --lock--> sweep old temporary folders --> build .name.tmp-* --fsync, rename--> corpus
+    no folder --lock--> remove old temporary folders --> build .name.tmp-* --fsync, rename--> corpus
+
+Rule: a corpus folder appears complete or not at all. Everything is written into a temporary folder
+beside it and renamed. A lock (build_lock.py) lets one process build while others wait for its
+result. A killed build releases it, and the next build removes the folder that was left.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import os
 import shutil
 import sys
@@ -26,6 +24,7 @@ from pathlib import Path
 from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus import sotu, stdlib, synthetic
+from data.corpus.build_lock import SILENT_S, locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from recipes.schema import Source
 
@@ -37,11 +36,11 @@ BUILDERS: dict[str, Callable[[Path, Callable[[str], None]], dict]] = {
 
 
 def ensure(source: Source, root: Path) -> Path:
-    """The folder of a source's corpus, built first when it is absent and the source names a
-    built-in text.
+    """The folder of a source's corpus; it is built first where it is absent and the source names a
+    built-in corpus.
 
-    Safe to call from many processes at once: one builds, the others wait. Raises UserError when
-    there is no corpus and nothing to build it from, or when the folder holds something else.
+    Safe to call from many processes at once: one builds, the others wait. Raises UserError where
+    there is no corpus and nothing to build it from, or where the folder holds something else.
     """
     folder = root / source.corpus
     if os.path.lexists(folder) and not folder.is_dir():
@@ -67,8 +66,8 @@ def ensure(source: Source, root: Path) -> Path:
 
 
 def build(name: str, folder: Path) -> None:
-    """Build a built-in corpus into `folder` unless it is there when the lock is ours."""
-    report = Progress(f"corpus {name}")
+    """Build a built-in corpus into `folder`, unless another process has built it meanwhile."""
+    progress = ProgressLine(f"corpus {name}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         open(folder.parent / f".{folder.name}.lock", "a").close()
@@ -77,7 +76,12 @@ def build(name: str, folder: Path) -> None:
             f"{folder}: the corpus is not there and cannot be built: {error.filename}:"
             f" {error.strerror}"
         ) from None
-    with locked(folder.parent / f".{folder.name}.lock", report):
+    with locked(folder.parent / f".{folder.name}.lock", progress, SILENT_S) as give_sign:
+
+        def report(text: str) -> None:
+            give_sign()
+            progress(text)
+
         if (folder / MANIFEST).is_file():
             return
         if folder.is_dir() and any(folder.iterdir()):
@@ -99,12 +103,12 @@ def build(name: str, folder: Path) -> None:
     tokens = {
         split: sum(shard["tokens"] for shard in some) for split, some in manifest["splits"].items()
     }
-    report.end(
+    progress.end(
         ", ".join(f"{split} {count:,} tokens" for split, count in tokens.items()) + f" in {folder}"
     )
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr: redrawn on a terminal, at most one every five seconds elsewhere."""
 
     def __init__(self, title: str):
@@ -129,8 +133,10 @@ class Progress:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Make the folder that OUT goes into. Raises UserError with the path, before the work inside
-    begins, where this user may not write there, and for what the disk refuses later.
+    """Make the folder that OUT goes into.
+
+    Raises UserError with the path: before the work inside begins, where this user may not write
+    there; later, for every error of the disk.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -139,20 +145,6 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"OUT={out}: {error.filename}: {error.strerror or error}") from None
-
-
-@contextmanager
-def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock; say so once while waiting for another process. The file stays:
-    removing it would race.
-    """
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"another process is building it; waiting (its lock is {path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,7 @@
-"""What became of the input, in lines for a person: printed at the end of a build and by
-`make corpus-info`.
+"""The report of a corpus for a person: printed at the end of a build and by `make corpus-info`.
 
-Its one rule: everything is read from the corpus, nothing is measured again, so the report is the
-same for every build of the same corpus.
+Rule: everything is read from the corpus and nothing is measured again, so the report is the same
+for every build of the same corpus.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def report_lines(folder: Path, manifest: Mapping) -> list[str]:
 
 
 def _balance(counts: Mapping) -> list[str]:
-    """rows = documents + dropped + put aside + blank lines; shown so that it can be added up."""
+    """Lines whose counts add up: rows = documents + dropped + put aside + blank lines."""
     kept = counts.get("documents_train", 0) + counts.get("documents_valid", 0)
     dropped = {reason: counts[reason] for reason in DROPPED if counts.get(reason)}
     aside = {key.removeprefix("aside_"): n for key, n in counts.items() if key.startswith("aside_")}

@@ -3,10 +3,10 @@ checking, identity.
 
     corpora/prose/  manifest.json  train-00000.bin .idx .xxh ...  valid-00000.bin ...  tokenizer/
 
-Its one rule: the manifest is the corpus. A shard that it does not list does not exist; order is the
-order of its list; its id (SHA-256 of its content, without what may differ between equal builds) is
-the identity that a run records. Sizes, hashes and structure of every index are checked before step
-1, token blocks at first touch (`shards.py`).
+Rule: the manifest is the corpus. A shard that it does not list does not exist; the order of the
+shards is the order of its list; its id (SHA-256 of its content, without fields that may differ
+between equal builds) is the identity that a run records. Sizes, hashes and the structure of every
+index are checked before step 1, token blocks when they are first touched (`shards.py`).
 
 Units: tokens, bytes. Hashes are xxh3-128 in hex for files, SHA-256 for identities.
 """
@@ -30,11 +30,12 @@ from data.corpus.block_hashes import side_file_bytes
 from data.corpus.indexed import Shard, check_shard
 from data.corpus.shard_writer import PublishedFile, file_hash
 from data.corpus.shards import Split
+from data.corpus.tokenizer import TextTokenizer
 
 FORMAT = "corpus-1"
 MANIFEST = "manifest.json"
 VOLATILE = ("corpus_id", "made_with")  # fields that are not part of the identity
-# What is read of a manifest, with its type. Others may stand beside it.
+# Fields that are read from a manifest, with their types. Others may stand beside them.
 FIELDS = {
     "vocab_size": int,
     "dtype": str,
@@ -47,7 +48,7 @@ TOKENIZER_FIELDS = {"folder": str, "fingerprint": str}
 SHARD_FIELDS = dict.fromkeys(
     ("tokens", "sequences", "documents", "bin_bytes", "idx_bytes"), int
 ) | dict.fromkeys(("name", "idx_xxh3"), str)
-# None: not known, where nobody has read the tokens.
+# None: not known, because no process has read the tokens.
 SHARD_FIELDS |= dict.fromkeys(("eod_count", "max_id"), (int, type(None)))
 SHARD_FIELDS |= dict.fromkeys(("bin_xxh3", "xxh_xxh3"), (str, type(None)))
 ORDER_RULE = "the shards of a split follow each other in the order of this list"
@@ -78,7 +79,7 @@ class Corpus:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Where the tokenizer is stored, None for a corpus that was made from ids."""
+        """Folder of the tokenizer; None for a corpus that was made from ids."""
         tokenizer = self.manifest["tokenizer"]
         return self.folder / tokenizer["folder"] if tokenizer else None
 
@@ -86,6 +87,11 @@ class Corpus:
     def tokenizer_fingerprint(self) -> str | None:
         tokenizer = self.manifest["tokenizer"]
         return tokenizer["fingerprint"] if tokenizer else None
+
+    def is_made_with(self, tokenizer: TextTokenizer) -> bool:
+        """True where a tokenizer made the corpus, whichever end token was chosen for it."""
+        recorded = self.tokenizer_fingerprint
+        return recorded is not None and tokenizer.is_recorded_as(recorded)
 
     @property
     def notes(self) -> list[str]:
@@ -127,8 +133,9 @@ def open_corpus(folder: Path, vocab_size: int | None = None) -> Corpus:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a corpus folder, its id checked. Raises UserError when there is none or it
-    was edited.
+    """The manifest of a corpus folder, its id checked.
+
+    Raises UserError where there is none, or where it was edited.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -187,8 +194,9 @@ def _lacking(found: Mapping, fields: Mapping, place: str) -> list[str]:
 
 
 def write_manifest(folder: Path, fields: Mapping) -> dict:
-    """Complete and publish the manifest, the last file of a corpus; shards are put in numeric order
-    of their names.
+    """Complete and publish the manifest, the last file of a corpus; returns it.
+
+    Shards are put in numeric order of their names.
     """
     splits = {name: sorted(shards, key=_numeric) for name, shards in fields["splits"].items()}
     manifest = dict(fields, format=FORMAT, order_rule=ORDER_RULE, splits=splits)
@@ -234,8 +242,8 @@ def _id_problems(folder: Path, manifest: Mapping, vocab_size: int | None) -> lis
 
 
 def _refuse_twice(folder: Path, entry: Mapping, seen: dict) -> None:
-    """One shard under two names (spelling, link or copy) would be trained on twice without a
-    word.
+    """Raises UserError for one shard under two names (spelling, link or copy): it would be trained
+    on twice in silence.
     """
     name = entry["name"]
     if not name or Path(name).name != name or name.startswith("."):

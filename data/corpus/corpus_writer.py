@@ -1,8 +1,7 @@
-"""Writing a corpus from documents: tokenize, append the end id, cut shards, close with the
-manifest.
+"""A corpus made from documents: tokenize, append the end id, cut shards, close with the manifest.
 
-Its one rule: the bytes depend on the documents, the tokenizer and the shard size, on nothing else:
-not on the machine, the number of threads, or how the documents were batched.
+Rule: the bytes depend on the documents, the tokenizer and the shard size, on nothing else: not on
+the machine, the number of threads, or the batches in which documents were encoded.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from data.corpus.shard_writer import ShardWriter
 from data.corpus.tokenizer import TextTokenizer, library_version
 
 SHARD_BYTES = 512 << 20
-ENCODE_CHARS = (
-    4 << 20
-)  # text handed to the tokenizer at once; it spreads the pieces over its threads
+# Text handed to the tokenizer at once; the tokenizer spreads the pieces over its threads.
+ENCODE_CHARS = 4 << 20
 
 
 class CorpusWriter:
-    """Takes documents as ids, split by split, and leaves a corpus folder. Shards are cut between
+    """Writes documents of ids into a corpus folder, split by split. Shards are cut between
     documents.
     """
 
@@ -55,9 +53,7 @@ class CorpusWriter:
         writer.add(ids)
 
     def close(self, fields: Mapping) -> dict:
-        """Publish the last shards and the manifest; `fields` are added to it. Returns the
-        manifest.
-        """
+        """Publish the last shards and the manifest, with `fields` added; returns the manifest."""
         for split, writer in self._writers.items():
             self.shards[split].append(writer.close())
         self._writers = {}
@@ -92,7 +88,7 @@ def write_text_corpus(
 ) -> dict:
     """Tokenize documents into a corpus folder and return its manifest.
 
-    fields: what else the manifest says (its "name" at least); valid: "required" refuses an empty
+    fields: further fields of the manifest (its "name" at least); valid: "required" refuses an empty
     validation split, "none" refuses a document in it. progress(documents so far, tokens so far) is
     called between batches.
     """
@@ -124,19 +120,6 @@ def write_text_corpus(
     )
 
 
-def split_by_hash(valid_fraction: float) -> Callable[[str], str]:
-    """text -> "train" or "valid": the same document is always on the same side, whatever the others
-    are.
-    """
-    limit = hash_limit(valid_fraction)
-
-    def split(text: str) -> str:
-        is_held_out = xxhash.xxh3_64_intdigest(text.encode("utf-8", "replace")) < limit
-        return "valid" if is_held_out else "train"
-
-    return split
-
-
 def hash_limit(valid_fraction: float) -> int:
     """A document is held out when the xxh3-64 of its text is below this number."""
     if not 0 <= valid_fraction < 1:
@@ -145,8 +128,9 @@ def hash_limit(valid_fraction: float) -> int:
 
 
 def _batches(documents, counts, bad_bytes, inputs):
-    """Cleaned (split, text) pairs, about ENCODE_CHARS of text at a time; notes each input's size
-    and hash.
+    """Cleaned (split, text) pairs, about ENCODE_CHARS of text at a time.
+
+    Appends the size and hash of each document to `inputs`.
     """
     batch, size = [], 0
     for document in documents:

@@ -1,12 +1,11 @@
-"""Document rules: from bytes or text to the text that is tokenized. The same rules for every kind
-of input.
-
-Its one rule: nothing is changed or dropped without being counted; the counts and the policy go into
-the manifest.
+"""Document rules: from bytes or text to the text that is tokenized. All kinds of input share them.
 
     bytes -> UTF-8 (bad bytes: stop, or U+FFFD) -> byte order mark removed -> CRLF to LF
           -> lone surrogates to U+FFFD -> empty or blank: dropped
           -> everything else kept as it is, NUL and control characters too
+
+Rule: nothing is changed or dropped without being counted; the counts and the policy are written to
+the manifest.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from base.errors import UserError
 
 LONG_TEXT_CHARS = 1 << 20
 
-# What the manifest says about the text; a changed rule must change a word here, and so the corpus
-# id.
+# The policy in the manifest. A changed rule must change a word here, and with it the corpus id.
 POLICY = {
     "encoding": "utf-8",
     "byte_order_mark": "removed",
@@ -39,8 +37,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Document:
-    """One document before tokenizing: where it came from, its bytes (or text), the split it belongs
-    to. A name that is not UTF-8 text, as a file name may be, is held with U+FFFD.
+    """One document before tokenizing: its origin, its bytes (or text), its split.
+
+    In a name that is not UTF-8 text, as a file name may be, U+FFFD replaces the bad bytes.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Document:
 
 
 def clean_text(document: Document, counts: Counter, bad_bytes: str = "stop") -> str | None:
-    """The text to tokenize, or None for a dropped document; `counts` is updated under the names of
+    """The text to tokenize, or None for a dropped document; updates `counts` under the names of
     POLICY.
 
     bad_bytes: "stop" raises UserError for invalid UTF-8, "replace" puts U+FFFD and counts the

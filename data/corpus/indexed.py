@@ -1,13 +1,13 @@
-"""Megatron's indexed format: a `.bin` of token ids back to back and an `.idx` that says where
-documents are.
+"""Megatron's indexed format: a `.bin` of token ids back to back and an `.idx` with the documents.
 
     .idx, little endian: 9 bytes magic | u64 version 1 | u8 type code | u64 S sequences | u64 D
                          | i32[S] lengths in items | i64[S] byte offsets
                          | i64[D] first sequence of each document, then S  [| i8[S] modes]
 
-Knows every byte of it and the dialects found in the wild. Its one rule: the type code is never
-believed alone; the size of the .bin decides. We write uint16 (code 8) or int32 (code 4) and check
-the range of ids on each write.
+This module knows every byte of the format and the dialects found in public data.
+
+Rule: the type code is never believed alone; the size of the .bin decides. We write uint16 (code 8)
+or int32 (code 4) and check the range of ids on each write.
 
 Units: items are tokens; offsets are bytes; a document is one or more sequences.
 """
@@ -26,27 +26,31 @@ from base.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+FAIRSEQ_HEADER_BYTES = HEADER.size - 8  # the same magic, without the number of documents
 MAX_SEQUENCE_ITEMS = 1 << 30  # a length is an int32; a longer document becomes several sequences
-CHUNK = 1 << 20  # items of the index looked at in one go
+CHUNK = 1 << 20  # items of the index that are checked at once
 
-# What a code means to Megatron and its kin (float codes never hold ids), and to DeepSpeed's data
-# sampler.
+# Meaning of the type codes in Megatron and its relatives (float codes never hold ids), and in
+# DeepSpeed's data sampler.
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 DEEPSPEED_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u8"}
 CODES = {np.dtype("<u2"): 8, np.dtype("<i4"): 4}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that holds every id below `vocab_size`: uint16 where the largest possible id fits,
-    else int32.
+    """The type for every id below `vocab_size`: uint16 where the largest possible id fits, else
+    int32.
     """
     return np.dtype("<u2") if vocab_size - 1 <= 0xFFFF else np.dtype("<i4")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a checked pair of .idx and .bin holds. Keeps no file open and no array that grows with
-    the corpus, except offsets that had to be computed again."""
+    """Facts of a checked pair of .idx and .bin.
+
+    Keeps no file open and no array that grows with the corpus, except offsets that had to be
+    computed again.
+    """
 
     prefix: Path
     dtype: np.dtype
@@ -56,7 +60,7 @@ class Shard:
     num_entries: int  # length of the document array
     notes: tuple[str, ...] = ()  # oddities that were tolerated
     offsets: np.ndarray | None = field(default=None, repr=False)
-    is_hashed: bool = True  # False: nobody knows what its blocks should hold
+    is_hashed: bool = True  # False: there are no hashes to check its blocks against
 
     @property
     def bin_path(self) -> Path:
@@ -119,8 +123,7 @@ def first_at_least(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     step = 1 << (len(array).bit_length() - 1)
     while step:
         middle = low + step
-        # Elements before `low` are known to be smaller; look at the last element of the next
-        # `step`.
+        # Elements before `low` are known to be smaller; compare the last of the next `step`.
         is_smaller = array[np.minimum(middle, len(array)) - 1] < wanted
         low = np.where(is_smaller & (middle <= len(array)), middle, low)
         step >>= 1
@@ -144,6 +147,11 @@ def _read_header(idx: Path) -> tuple[int, int, int]:
         )
     if version != 1:
         raise UserError(f"{idx}: expected version 1, found {version}")
+    if size == FAIRSEQ_HEADER_BYTES + 12 * num_sequences:
+        raise UserError(
+            f"{idx}: is an index of fairseq, which has no documents; write the data with Megatron's"
+            " tools, or its ids as a flat array"
+        )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     if num_entries < 1 or size not in (
         expected,
@@ -189,8 +197,9 @@ def _resolve_type(idx: Path, code: int, num_tokens: int, bin_bytes: int) -> np.d
 
 
 def _has_plain_offsets(idx: Path, view: IndexView, itemsize: int) -> bool:
-    """True where each offset is the sum of the lengths before it, False where only its low 32 bits
-    are (writers that added up in int32 under numpy 2); anything else raises."""
+    """True where each offset is the sum of the lengths before it; False where only its low 32 bits
+    are, as from writers that added in int32 under numpy 2. Raises UserError for anything else.
+    """
     is_plain, running = True, 0
     for start in range(0, len(view.lengths), CHUNK):
         lengths = view.lengths[start : start + CHUNK].astype(np.int64)

@@ -1,8 +1,8 @@
 """Writing one shard: `.bin`, `.idx` and `.xxh`, streamed, and published only when complete.
 
-Its one rule: a file has its final name only after its last byte is on disk (temporary name, fsync,
-rename). Memory does not grow with the number of documents: lengths are spilled to a file, offsets
-are computed from it at the end.
+Rule: a file has its final name only after its last byte is on disk (temporary name, fsync, rename).
+Memory does not grow with the number of documents: lengths are written to a temporary file, and
+offsets are computed from it at the end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ShardWriter:
         self._blocks = BlockHasher()
 
     def add(self, ids: np.ndarray) -> None:
-        """Append one document, int (n,). Raises UserError when an id does not fit: it is never cast
-        in silence.
+        """Append one document, int (n,). Raises UserError for an id that does not fit: no id is
+        cast in silence.
         """
         ids = np.asarray(ids)
         if len(ids):
@@ -63,7 +63,7 @@ class ShardWriter:
         self.num_documents += 1
 
     def add_many(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents that lie back to back in `ids`, int (sum of lengths,); as `add` for
+        """Append documents that lie back to back in `ids`, int (sum of lengths,); like `add` for
         each.
         """
         if len(lengths) and int(lengths.max()) > self._max_items:
@@ -141,8 +141,8 @@ class ShardWriter:
 
 
 class PublishedFile:
-    """A file that appears under its name only when `publish` is called; keeps size and xxh3-128 of
-    its bytes.
+    """A file that appears under its name only when `publish` is called; it counts and hashes
+    (xxh3-128) its bytes.
     """
 
     def __init__(self, path: Path):
@@ -172,7 +172,7 @@ class PublishedFile:
 
 
 class _Spill:
-    """A column of int32 that lives in a file, 4 bytes a value."""
+    """A column of int32 that is kept in a file, 4 bytes a value."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,11 +1,10 @@
-"""Reading a split of a corpus: its shards, end to end, as one long row of tokens with document
-starts.
+"""A split of a corpus, read as one long row of tokens with document starts: its shards, end to end.
 
     token 0 ...... shard 0 ......|...... shard 1 ......|... shard 2 ...   a window may cross "|"
 
-Its one rule: every byte handed out lies in a block whose hash was checked, and every read checks
-its byte count. Reads are positioned reads, not a memory map: a file cut while in use is an error
-with a name, never a signal. At most `MAX_OPEN` shards are open. Safe for threads (one lock per
+Rule: every byte handed out lies in a block whose hash was checked, and every read checks its byte
+count. Reads are positioned reads, not a memory map: a file that is cut while in use gives an error
+with its name, never a signal. At most `MAX_OPEN` shards are open. Safe for threads (one lock per
 split).
 
 Units: tokens, counted from the start of the split.
@@ -29,8 +28,10 @@ MAX_OPEN = 64
 
 
 class Pieces(NamedTuple):
-    """Token ranges cut at shard ends, arrays (pieces,) int64: row r, columns [column, column + stop
-    - start) come from tokens [start, stop) of a shard."""
+    """Token ranges cut at shard ends, arrays (pieces,) int64.
+
+    Columns [column, column + stop - start) of a row come from tokens [start, stop) of a shard.
+    """
 
     row: np.ndarray
     column: np.ndarray
@@ -59,7 +60,7 @@ class Split:
     def read(self, start: np.ndarray, count: int) -> np.ndarray:
         """Token ids of the ranges [start, start + count), (len(start), count), type of the shards.
 
-        Raises UserError where a block is damaged or a file has become shorter.
+        Raises UserError where a block is damaged, or a file has become shorter.
         """
         tokens = np.empty((len(start), count), dtype=self.dtype)
         data, itemsize = memoryview(tokens).cast("B"), self.dtype.itemsize
@@ -80,10 +81,9 @@ class Split:
         return tokens
 
     def document_starts(self, start: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row, position) of each document that starts in [start[row], start[row] + count), from
-        the index alone.
+        """(row, position) of each document that starts in [start[row], start[row] + count).
 
-        Both int64, ascending by row then position, without repeats. Reads no token.
+        Both int64, ascending by row then position, without repeats. Only the index is read.
         """
         pieces = self._pieces(np.asarray(start, dtype=np.int64), count)
         found = []
@@ -99,7 +99,7 @@ class Split:
         return np.divmod(np.sort(np.concatenate(found)), count)
 
     def damaged(self, start: np.ndarray, count: int) -> np.ndarray:
-        """Which of the ranges [start, start + count) touch a damaged block, bool (len(start),)."""
+        """True for ranges [start, start + count) that touch a damaged block, bool (len(start),)."""
         pieces = self._pieces(np.asarray(start, dtype=np.int64), count)
         found = np.zeros(len(start), dtype=bool)
         with self._lock:
@@ -111,8 +111,9 @@ class Split:
         return found
 
     def document_range(self, document: int) -> tuple[int, int]:
-        """Tokens [first, end) of a document, its end id included; documents count from 0 over all
-        shards.
+        """Tokens [first, end) of a document, its end id included.
+
+        Documents count from 0 over all shards.
         """
         assert 0 <= document < self.num_documents
         shard = int(np.searchsorted(self._document_ends, document, side="right"))
@@ -174,7 +175,7 @@ class _OpenShard:
 
     def __init__(self, facts: Shard, checker: BlockChecker):
         self.fd = os.open(facts.bin_path, os.O_RDONLY | os.O_CLOEXEC)
-        # Also where a stream is dropped and never closed: a sweep checks one after the other.
+        # Closes the file also where a stream is dropped without a call of close, as in a sweep.
         self._close = weakref.finalize(self, os.close, self.fd)
         self.checker = checker
         self._itemsize = facts.dtype.itemsize
@@ -198,7 +199,7 @@ class _OpenShard:
         document = np.arange(len(which)) + (low - np.cumsum(counts) + counts)[which]
         sequence = document if self._is_sequence_document else self._index.documents[document]
         token = self._index.offsets[sequence] // self._itemsize
-        # An empty document starts where the next one does: one boundary, not two.
+        # An empty document starts where the next one does: both make one boundary.
         is_new = np.ones(len(token), dtype=bool)
         is_new[1:] = (token[1:] != token[:-1]) | (which[1:] != which[:-1])
         return which[is_new], token[is_new]
@@ -230,8 +231,9 @@ class _OpenShard:
 
 
 def groups(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(value, its indices in ascending order) for each distinct value, ascending; plain and fast
-    for a single one.
+    """(value, its indices in ascending order) for each distinct value, ascending.
+
+    A single distinct value takes a fast path.
     """
     if not len(values):
         return

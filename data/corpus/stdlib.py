@@ -1,7 +1,8 @@
-"""A second text for mixtures: the source code of the running Python's standard library.
+"""A second corpus for mixtures: the source code of the running Python's standard library.
 
-Its one rule: it is tokenized as the default corpus is, so that the two mix. The text is what the
-interpreter brings, so it differs between Python versions: never for numbers that must repeat.
+Rule: it has the tokenizer of the default corpus, so that the two mix. The text belongs to the
+installed interpreter and differs between Python versions: never use it for numbers that must
+repeat.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from data.corpus.documents import Document
 from data.corpus.sotu import read_documents as read_prose
 from data.corpus.tokenizer import train_bpe
 
-# Installed packages are not the library; its tests are mostly data, some of it broken on purpose.
+# Installed packages are not the library; its tests are mostly data, partly broken on purpose.
 LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 HELD_OUT_ONE_IN = 20  # files, by the hash of their bytes
 

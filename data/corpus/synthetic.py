@@ -4,11 +4,10 @@ it is a leak.
 From every symbol the next one has the same probabilities, in 1/1024: 512, 256, 128, 120 for four
 successors and 8 for the end of the document; the end symbol leads to five first symbols in the same
 way. So every target of every window carries the same entropy (`ENTROPY_NATS`), with documents
-isolated or not. Successors come from one keyed permutation of the symbols, shifted, so that each
-symbol is about equally common and its frequency alone says nothing.
+isolated or not. The successors come from one keyed permutation of the symbols, shifted, so that
+each symbol is about equally common and the frequency of a symbol carries no information.
 
-Its one rule: all draws are SplitMix64 outputs by number, so the bytes are the same on every
-machine.
+Rule: all draws are SplitMix64 outputs by number, so the bytes are the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ SHIFTS = (1, 5, 17, 40, 29)  # distinct, so that the successors of a symbol are 
 SEED = 20240229
 
 TOTAL = sum(WEIGHTS)
-DIGITS = (
-    12  # of the logarithms of this machine that go into the manifest, and so into the corpus id
-)
+# Digits of logarithms in the manifest: they enter the corpus id, and the last ones depend on the
+# machine.
+DIGITS = 12
 ENTROPY_NATS = round(-sum(w / TOTAL * math.log(w / TOTAL) for w in WEIGHTS), DIGITS)
 
 
 def build(folder: Path, progress: Callable[[str], None]) -> dict:
-    """Write the corpus into `folder` and return its manifest, which holds the entropy in nats per
-    token.
-    """
+    """Write the corpus into `folder`; returns its manifest with the entropy in nats per token."""
     writer = CorpusWriter(folder, VOCAB_SIZE, EOD_ID)
     surprise = {}
     for number, (split, num_documents) in enumerate(NUM_DOCUMENTS.items()):
@@ -56,7 +53,7 @@ def build(folder: Path, progress: Callable[[str], None]) -> dict:
             "tokenizer": None,
             "bos_id": None,
             "entropy_nats_per_token": ENTROPY_NATS,
-            # What the true source itself scores on the tokens of each split, documents isolated.
+            # Mean loss of the true source on the tokens of each split, documents isolated.
             "source_nats_per_token": surprise,
         }
     )
@@ -75,8 +72,9 @@ def transitions() -> np.ndarray:
 
 
 def draw_documents(num_documents: int, seed: int) -> list[np.ndarray]:
-    """Documents of the source, each ending with EOD_ID, int64 (n,). All of them advance one symbol
-    at a time.
+    """Documents of the source, each ending with EOD_ID, int64 (n,).
+
+    All documents advance together, one symbol at a time.
     """
     table, thresholds = transitions(), np.cumsum(WEIGHTS)
     active = np.arange(num_documents)

@@ -1,7 +1,7 @@
 """Pairs of Megatron files that become shards as they are: two links and an entry in the manifest.
 
-Its one rule: `link` vouches for every byte, since it has read it; `link_unread` vouches for sizes
-and the index alone, and its entry says so by having no hash, so whoever reads it can tell.
+Rule: the entry of `link` holds hashes, since every byte was read; the entry of `link_unread` has
+sizes and the index alone, and no hash, so that a reader knows which of the two it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data.foreign.token_files import Foreign
 
 @dataclass
 class Facts:
-    """What one pass over documents found."""
+    """Findings of one pass over documents."""
 
     documents: int = 0
     not_ended: int = 0
@@ -54,7 +54,7 @@ class Facts:
 
 
 def link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
-    """Links to a pair of files, and the entry that one pass over them gives."""
+    """Link a pair of files; returns the entry that one pass over them gives."""
     blocks, whole = BlockHasher(), xxhash.xxh3_128()
     own = Facts()
     for ids, lengths in one.chunks():
@@ -77,7 +77,7 @@ def link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
 
 
 def link_unread(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
-    """Links to a pair of files, and the entry that its index and sizes give; no token is read."""
+    """Link a pair of files; returns the entry from its index and sizes. No token is read."""
     facts.documents += one.shard.num_documents
     advance(one.path.stat().st_size)
     unknown = ("min_id", "max_id", "eod_count", "bin_xxh3", "xxh_xxh3")
@@ -85,7 +85,7 @@ def link_unread(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
 
 
 def why_not(one: Foreign, dtype: np.dtype) -> str | None:
-    """Why a file of tokens cannot be a shard as it is; None where it can."""
+    """The reason why a file cannot be a shard as it is; None where it can."""
     if one.kind != "megatron":
         return f"is {one.kind}, not a Megatron pair"
     if one.dtype != dtype:

@@ -1,6 +1,7 @@
-"""Tokenized files that are written anew: other types, and files whose documents go to two splits.
+"""Token files that are written into new shards: other types, and files whose documents go to two
+splits.
 
-Its one rule: a document is written whole, in the order of its file, or left out and counted.
+Rule: a document is written whole, in the order of its file, or left out and counted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import xxhash
 from base.errors import UserError
 from data.corpus.corpus_writer import SHARD_BYTES, hash_limit
 from data.corpus.shard_writer import ShardWriter
+from data.foreign.flat_arrays import FlatStatistics
 from data.foreign.linking import Facts
 from data.foreign.token_files import Foreign
 
@@ -23,7 +25,7 @@ Sides = Callable[[np.ndarray, np.ndarray], Iterable[tuple[str, np.ndarray]]]
 
 @dataclass
 class Places:
-    """Where shards that are written anew go."""
+    """Folder, type, names and entries of new shards."""
 
     folder: Path
     dtype: np.dtype
@@ -43,12 +45,13 @@ def rewrite(
     vocab_size: int,
     facts: Facts,
     advance,
+    statistics: FlatStatistics | None = None,
 ) -> None:
-    """Write the documents of a file into shards of our own; a shard ends with the chunk that fills
-    it.
+    """Write the documents of a file into new shards; a shard ends with the chunk that fills it.
 
     cut: shares of its documents in order, such as "969,30,1"; or the share that is held out by
-    hash, where 0.0 leaves all in `split`. Raises UserError for an id beyond the vocabulary.
+    hash, where 0.0 leaves all in `split`. statistics: takes the ids of a flat array. Raises
+    UserError for an id beyond the vocabulary.
     """
     writers: dict[str, ShardWriter] = {}
     sides, own = _sides(one, split, cut), Facts()
@@ -56,10 +59,13 @@ def rewrite(
         own.add(ids, lengths, one.eod_id)
         if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
             found = own.max_id if own.max_id >= vocab_size else own.min_id
+            what = "its true dtype, or " if one.kind == "flat" else ""
             raise UserError(
-                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name the "
+                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name {what}the "
                 "tokenizer that made it, or its vocab_size"
             )
+        if statistics:
+            statistics.add(ids)
         for side, mine in sides(ids, lengths):
             if not mine.any():
                 continue
@@ -74,7 +80,7 @@ def rewrite(
 
 
 def _sides(one: Foreign, split: str, cut: str | float) -> Sides:
-    """(ids, lengths) of the next documents of a file -> (split, which of them) pairs."""
+    """A function from (ids, lengths) of the next documents of a file to (split, mask) pairs."""
     if isinstance(cut, str):
         return _by_number(one, cut)
     limit = hash_limit(cut)
@@ -91,7 +97,7 @@ def _sides(one: Foreign, split: str, cut: str | float) -> Sides:
 
 
 def _by_number(one: Foreign, split: str) -> Sides:
-    """As Megatron cuts a file: at the shares of its number of documents, rounded."""
+    """Cut a file like Megatron: at the shares of its number of documents, rounded."""
     shares = [float(share) for share in split.split(",")]
     ends = np.round(np.cumsum(shares) / sum(shares) * one.num_documents).astype(np.int64)
     done = 0

@@ -1,11 +1,12 @@
-"""Tokenized data of other tools, as they lie on disk: documents of ids, a chunk at a time.
+"""Token files of other tools, read as documents of ids, a chunk at a time.
 
     Megatron, GPT-NeoX, DeepSpeed   <prefix>.bin + .idx         `indexed.py` knows the type codes
     datatrove                       <name>.ds + .ds.index       uint64 end of each document
                                     .ds.loss                    a byte per token, 0 = gives no loss
     OLMo and other flat arrays      *.npy (without header) or *.bin: documents end at the end id
 
-Its one rule: the size of a file must agree with what is said about it; no id is cast.
+Rule: the size of a file must agree with its index and type; no id is cast. A file without an index
+is a flat array only where the user declares it as one (`dtype=`); known headers are refused.
 
 Units: tokens, bytes.
 """
@@ -22,17 +23,17 @@ import numpy as np
 
 from base.errors import UserError
 from data.corpus.indexed import HEADER, IndexView, Shard, check_shard
+from data.foreign.known_formats import refused_format
 from data.text.inputs import numeric
 
 CHUNK_TOKENS = 8 << 20
 CHUNK_DOCUMENTS = 1 << 20
-NPY_MAGIC = b"\x93NUMPY"
 TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "uint64")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One file of tokens. shard: what the index says, for kind "megatron"."""
+    """One file of tokens. shard: facts of the index, for kind "megatron"."""
 
     path: Path  # of the tokens
     kind: str  # megatron, datatrove, flat
@@ -43,19 +44,20 @@ class Foreign:
 
     @property
     def num_documents(self) -> int:
-        """Documents, as an index says. Raises UserError where there is none."""
+        """Number of documents by the index. Raises UserError without one."""
         if self.kind == "flat":
             raise UserError(
-                f"{self.path}: has no index that says how many documents it has, so split= cannot "
-                "cut it; hold out by hash: valid=0.01"
+                f"{self.path}: has no index, so the number of its documents is not known and "
+                "split= cannot cut it; hold out by hash: valid=0.01"
             )
         if self.kind == "datatrove":
             return self.path.with_name(self.path.name + ".index").stat().st_size // 8
         return self.shard.num_documents
 
     def num_without_loss(self) -> int:
-        """Tokens that a file beside this one takes out of the loss. Raises UserError where it does
-        not fit.
+        """Number of tokens that a .loss file beside this one takes out of the loss.
+
+        Raises UserError where its size does not fit.
         """
         path = self.path.with_name(self.path.name + ".loss")
         if self.kind != "datatrove" or not path.is_file():
@@ -121,7 +123,7 @@ class Foreign:
 def find_foreign(text: str, eod_id: int, dtype: str | None, knob: str = "IN") -> list[Foreign]:
     """The token files behind a prefix, file, folder or glob, in numeric order of their names.
 
-    dtype: type of flat arrays, which do not say it. Raises UserError with all problems.
+    dtype: type of flat arrays, which have no index. Raises UserError with all problems.
     """
     found, problems, seen = [], [], {}
     for path in _paths(text, knob):
@@ -164,24 +166,22 @@ def _open(path: Path, eod_id: int, dtype: str | None) -> Foreign:
     if path.suffix == ".bin" and idx.is_file():
         if idx.stat().st_size < HEADER.size:
             raise UserError(f"{idx}: is cut or empty; restore it from a copy")
-        # With its own suffix as prefix, so that a dot in the name is not taken for one.
+        # The prefix keeps its suffix, so that a dot in the name is not taken for a suffix.
         shard = check_shard(path)
         return Foreign(path, "megatron", shard.dtype, shard.num_tokens, eod_id, shard)
     if path.suffix == ".ds":
         return _open_datatrove(path, eod_id)
-    with open(path, "rb") as file:
-        if file.read(6) == NPY_MAGIC:
-            raise UserError(
-                f"{path}: has a numpy header; write its array without one: np.load(x).tofile(y)"
-            )
+    found = refused_format(path, np.dtype(dtype).itemsize if dtype else 2)
+    if found:
+        raise UserError(f"{path}: {found}")
     if dtype is None:
         raise UserError(
-            f"{path}: has no index that says its type; say it: OVERRIDES=dtype=uint16 (or "
-            f"{', '.join(TYPES)})"
+            f"{path}: has no index and no header of a known format; where it is a flat array of"
+            f" ids, declare it as one: OVERRIDES=dtype=uint16 (or {', '.join(TYPES)})"
         )
     kind, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     if size % kind.itemsize:
-        raise UserError(f"{path}: {size} bytes are no whole number of {dtype}; say its dtype")
+        raise UserError(f"{path}: {size} bytes are no whole number of {dtype}; give its dtype")
     return Foreign(path, "flat", kind, size // kind.itemsize, eod_id)
 
 

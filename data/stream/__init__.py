@@ -1,18 +1,19 @@
 """The batch of step N for any rank: start with stream.py.
 
-collect.py                 From the ranks' sample hashes to the ledger: each rank knows its ow
-evaluation.py              What a run is evaluated on: the first windows of each source's vali
-ledger.py                  The ledger: for each step, which samples it trained on and the hash
-masks.py                   Which targets of a batch are left out: masked documents, and window
-mixture.py                 The mixture: which source serves sample n, and as its how-manieth d
-order.py                   The order of a source: which window is its k-th draw
-prefetch.py                One background thread that makes the next items while the current o
-samples.py                 Samples of several sources: their document starts and their token i
-schedule.py                The batch schedule: how many sequences step N trains on, which, and
-skips.py                   What of the data is left out: which data step train step N uses, an
-sources.py                 The sources of a recipe: opened, checked, and how far a run uses th
-stream.py                  The stream: the batch of step N, for any rank of any layout
-trace.py                   From a step to its documents, and from a document to every step tha
-usage.py                   Whether a run used each sample once: what the ledger of its current
-windows.py                 From windows of token ids to what the model takes: inputs, labels,
+stream.py        the stream: from a step to the micro-batches of one rank
+skips.py         the skip list: from a train step to its data step; masks
+schedule.py      the batch schedule: from a data step to its samples
+mixture.py       the mixture: from a sample to a source and its draw
+order.py         the order: from a draw to an epoch and a window
+samples.py       reads samples of several sources and checks their ids
+windows.py       windows of ids into inputs, labels, segments, cumulative lengths
+masks.py         targets that masks and damaged blocks take away
+sources.py       opens and checks the corpora of a recipe
+run_checks.py    checks of a whole run before step 1: epochs, updates, targets
+evaluation.py    the evaluation set
+prefetch.py      a background thread that prepares the next steps
+ledger.py        the ledger: samples and batch hash of each step
+collect.py       gathers the ranks' sample hashes and writes the ledger
+usage.py         checks that a run used each sample once
+trace.py         from a step to its documents and back
 """

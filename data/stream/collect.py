@@ -1,10 +1,10 @@
-"""From the ranks' sample hashes to the ledger: each rank knows its own samples, the line needs all.
+"""Sample hashes of all ranks become ledger lines: a rank knows its own samples, a line needs all.
 
     every rank: add(step), add(step), ... -> every few steps one gather -> all: do the ranks agree?
                                                                         -> rank 0: ledger lines
 
-The one rule: every rank gathers after the same steps, so the collective can never be uneven. What a
-killed run had not gathered yet is trained, and recorded, again after its last checkpoint. Ranks
+Rule: every rank gathers after the same steps, so the collective is never uneven. Steps that a
+killed run had not gathered yet are trained, and recorded, again after its last checkpoint. Ranks
 that share a data coordinate (tensor, pipeline, context) must have had the same samples, and all
 ranks the same view of each step; where they do not, all of them stop.
 """
@@ -23,12 +23,12 @@ from data.stream.stream import StepData
 LEDGER_EVERY = 10  # steps between gathers: 8 bytes per sample, far from the step's critical path
 
 
-class Collector:
-    """Holds the steps since the last gather. `ledger` is None on ranks that do not write it.
+class LedgerCollector:
+    """Holds the steps since the last gather, and writes their ledger lines after it.
 
-    `gather` is the collective: this rank's hashes uint64 (n,) -> all ranks' (ranks, n), in rank
-    order. `data_ranks` has the data coordinate of each of these ranks; None = its own number.
-    `skips` is the fingerprint of the skip list, for the ledger.
+    ledger: None on ranks that do not write it; gather: the collective, this rank's hashes uint64
+    (n,) -> all ranks' (ranks, n), in rank order; every: steps between gathers; data_ranks: data
+    coordinate of each of these ranks, None = its own number; skips: fingerprint of the skip list.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Collector:
         self._steps: list[StepData] = []
 
     def add(self, data: StepData) -> None:
-        """Take one finished step; gathers and writes when it is time."""
+        """Take one finished step; gather and write after every `every` steps."""
         self._steps.append(data)
         if len(self._steps) >= self._every:
             self.flush()
@@ -107,7 +107,7 @@ class Collector:
 
 
 def view(data: StepData, skips: str | None) -> int:
-    """What all ranks must agree on about a step, in 64 bits."""
+    """Hash, 64 bits, of everything all ranks must agree on about a step."""
     parts = (
         data.step,
         data.data_step,

@@ -1,7 +1,7 @@
-"""What a run is evaluated on: the first windows of each source's validation split.
+"""The evaluation set: the first windows of each source's validation split.
 
-The one rule: the set depends on the corpora, the mixture and `eval_tokens` alone, so every layout
-evaluates on the same windows, and each counts once. Arrays (n,) int64.
+Rule: the set depends on the corpora, the mixture and `eval_tokens` alone, so every layout evaluates
+on the same windows, and each window counts once. Arrays are (n,) int64.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""The ledger: for each step, which samples it trained on and the hash of the global batch.
-Append-only JSON lines.
+"""The ledger: the samples of each step and the hash of its global batch, as append-only JSON lines.
 
     runs/<run>/ledger/steps.jsonl     {"step": 1, "data_step": 0, "samples": [0, 8], ...}
 
-Its one rule: a line says what was trained on, independent of the layout that did it. The batch hash
-is xxh3-64 over the samples' hashes in batch order; a sample's hash is xxh3-64 over its window's ids
-as little-endian int32, whatever the storage width. A last line that was torn by a kill is ignored
-when read and cut off before the next append.
+Rule: a line records what was trained on, independent of the layout that did it. The batch hash is
+xxh3-64 over the samples' hashes in batch order; a sample's hash is xxh3-64 over its window's ids as
+little-endian int32, whatever the storage width. A last line that was torn by a kill is ignored when
+read and cut off before the next append.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from base import jsonl
 from base.errors import UserError
-from base.tail import newest_lines, whole_bytes
+from base.tail import newest_lines
 
 STEPS_FILE = "steps.jsonl"
 HAVE = {"step", "data_step", "samples", "batch_hash", "tokens"}  # fields of every line
@@ -50,17 +48,17 @@ def in_batch_order(hashes: np.ndarray) -> np.ndarray:
 class Ledger:
     """Appends step lines to `folder`; one process of a run writes it.
 
-    `after_step` is the step this process goes on from in `segment`: lines of that segment past it
-    are removed, because those steps are trained again. Those of segments before it stay.
+    `after_step` is the step this process continues from in `segment`: later lines of that segment
+    are removed, because those steps are trained again. Lines of earlier segments stay.
     """
 
     def __init__(self, folder: Path, after_step: int | None = None, segment: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.segment = folder / STEPS_FILE, segment
-        _cut_torn_line(self.path)
+        jsonl.drop_torn_line(self.path)
         if after_step is not None:
             _cut_after(self.path, after_step, segment)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - until close
 
     def append(
         self,
@@ -81,10 +79,10 @@ class Ledger:
     ) -> None:
         """Record one step: samples [a, b), tokens seen, targets among them, samples per source.
 
-        data_step defaults to step - 1, which holds until a range of data is skipped; segment to the
-        ledger's. What is not as
-        usual is added: `update` false, targets that masks took, samples in quarantine, the
-        fingerprint of the skip list, the length that sequences were cut to.
+        data_step defaults to step - 1, which holds until a range of data is skipped; segment
+        defaults to the ledger's. Unusual facts are added: `update` false, the number of targets
+        that masks took away, samples in quarantine, the fingerprint of the skip list, the length
+        that sequences were cut to.
         """
         line = {
             "step": step,
@@ -104,21 +102,16 @@ class Ledger:
             "length": length,
         }
         line |= {name: value for name, value in unusual.items() if value is not None}
-        # One write call per line: a kill leaves whole lines and at most one torn one, the last.
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        written = os.write(self._fd, data)
-        if written != len(data):  # a full disk can end a write early without an error
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        jsonl.append(self._file, jsonl.encode(line))
 
     def sync(self) -> None:
         """Make all lines durable. May be called beside `append`, from another thread."""
-        os.fsync(self._fd)
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """The last call."""
+        """Make all lines durable and close the file."""
         self.sync()
-        os.close(self._fd)
+        self._file.close()
 
 
 def read_ledger(folder: Path) -> Iterator[dict]:
@@ -138,12 +131,12 @@ def read_ledger(folder: Path) -> Iterator[dict]:
 
 
 def _parsed(line: bytes) -> dict | None:
-    """What a line says; None where it is damaged."""
+    """Fields of a line; None where it is damaged."""
     try:
-        values = json.loads(line)
+        values = jsonl.decode(line)
     except ValueError:
         return None
-    return values if isinstance(values, dict) and values.keys() >= HAVE else None
+    return values if values.keys() >= HAVE else None
 
 
 def _cut_after(path: Path, step: int, segment: int) -> None:
@@ -158,8 +151,3 @@ def _cut_after(path: Path, step: int, segment: int) -> None:
         cut = begins if values else cut
     if cut is not None:
         os.truncate(path, cut)
-
-
-def _cut_torn_line(path: Path) -> None:
-    if path.is_file():
-        os.truncate(path, whole_bytes(path))

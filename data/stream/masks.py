@@ -1,7 +1,7 @@
-"""Which targets of a batch are left out: masked documents, and windows that touch a damaged block.
+"""Targets that a batch leaves out: masked documents, and windows that touch a damaged block.
 
-Its one rule: it is known from numbers alone, without reading a token, so every rank counts the
-targets of the whole global batch alike.
+Rule: they are known from numbers alone, without reading a token, so every rank counts the targets
+of the whole global batch alike.
 
 Shapes: n samples of the global batch, k of them with something masked, T = seq_len.
 """
@@ -21,8 +21,9 @@ class Masked(NamedTuple):
     is_masked: np.ndarray
 
     def num_targets(self, cut_row: np.ndarray, cut_position: np.ndarray) -> int:
-        """Targets that this takes away; cuts (document starts that are no target anyway) are not
-        counted.
+        """Number of targets that the mask takes away.
+
+        Cuts (document starts that are no target in any case) are not counted.
         """
         place = np.searchsorted(self.row, cut_row)
         is_here = place < len(self.row)
@@ -47,10 +48,10 @@ def masked(
     ranges: Iterable[tuple[int, int, int]],
     is_damaged: np.ndarray | None = None,
 ) -> Masked | None:
-    """What of the samples (source number, first token; (n,) int64) is masked; None for nothing.
+    """The masked tokens of samples; None where nothing is masked.
 
-    ranges: (source number, first token, end token) of masked documents; is_damaged: (n,) samples
-    that are masked whole.
+    source, start: source number and first token of each sample, (n,) int64; ranges: (source number,
+    first token, end token) of masked documents; is_damaged: (n,) samples that are masked whole.
     """
     spans = []
     for number, first, end in ranges:

@@ -1,12 +1,14 @@
-"""The mixture: which source serves sample n, and as its how-manieth draw. Exact, with random access
-both ways.
+"""The mixture: the source of sample n, and which draw of that source it is. Exact, with random
+access both ways.
 
-Weights become integer counts over a period; each source's slots are spread evenly over it and all
-slots are merged into one table. Sample n is entry n mod period of that table, in block n div
-period. Its one rule: after any number of samples every source is within a few samples of its share.
-One source is the same table with one name in it. Weights that change over time are `Stages`.
+Weights become integer counts over a period. The slots of each source are spread evenly over the
+period, and the slots of all sources are merged into one table. Sample n is entry (n mod period) of
+the table, in block (n div period). One source is the same table with one name in it. Weights that
+change over time are `Stages`.
 
-Units: weights are shares of tokens; since all windows are equally long, that is a share of samples.
+Rule: after any number of samples every source is within a few samples of its share.
+
+Units: weights are shares of tokens; all windows are equally long, so they are shares of samples.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Mixture:
         return block * self.period + self._slots[self._first_slot[source] + turn]
 
     def draws_before(self, sample: int) -> np.ndarray:
-        """How often each source was drawn in samples [0, sample); int64 (sources,)."""
+        """Number of draws of each source in samples [0, sample); int64 (sources,)."""
         block, entry = divmod(int(sample), self.period)
         return block * self.counts + np.bincount(self._source[:entry], minlength=len(self.uids))
 
@@ -67,8 +69,8 @@ class Mixture:
 
 
 class Stages:
-    """Mixtures one after another: each holds from its first sample on and starts at entry 0 of its
-    table; a source goes on with its next draw wherever it comes again.
+    """Mixtures one after another. Each holds from its first sample on and starts at entry 0 of its
+    table; a source continues with its next draw in whichever stage it appears again.
 
     stages: (first sample, weights), the first at 0, ascending. uids: every name with a weight above
     0 in some stage, sorted; sources are numbered by it.
@@ -107,8 +109,8 @@ class Stages:
         """The sample that is the given draw of the given source, -1 where none ever is."""
         source, draw = np.asarray(source), np.asarray(draw, dtype=np.int64)
         found = np.full(len(draw), -1, dtype=np.int64)
-        # The last stage that begins at or below the draw holds it: where a source rests, its count
-        # stands still and the next stage has the same.
+        # The last stage that begins at or below the draw holds it: a stage that does not draw the
+        # source leaves its count as it is, so the next stage begins with the same count.
         stages = (self._before[:, source] <= draw).sum(axis=0) - 1
         for stage in np.unique(stages):
             inner = self._inner[stage, source]
@@ -118,7 +120,7 @@ class Stages:
         return found
 
     def draws_before(self, sample: int) -> np.ndarray:
-        """How often each source was drawn in samples [0, sample); int64 (sources,)."""
+        """Number of draws of each source in samples [0, sample); int64 (sources,)."""
         stage = int(np.searchsorted(self.starts, sample, side="right")) - 1
         return self._before[stage] + self._draws(stage, sample - int(self.starts[stage]))
 
@@ -128,7 +130,7 @@ class Stages:
         return draws
 
     def first_draws(self, samples: int) -> np.ndarray:
-        """How often each source would be drawn in that many samples of the first stage."""
+        """Number of draws of each source in that many samples of the first stage."""
         return self._draws(0, samples)
 
     def share(self, uid: str, stage: int) -> float:
@@ -147,7 +149,7 @@ class Stages:
         ]
 
     def fingerprint(self) -> str:
-        """Equal exactly when all tables and their starts are; of one stage, its mixture's."""
+        """Equal exactly when all tables and their starts are; a single stage has its mixture's."""
         if len(self.mixtures) == 1:
             return self.mixtures[0].fingerprint()
         return hashlib.sha256(json.dumps(self.past(2**63)).encode()).hexdigest()
@@ -201,8 +203,9 @@ def counts_over_period(shares: Mapping[str, Fraction], period: int = PERIOD) -> 
 
 
 def _interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots (j + 1/2) / count of all sources in ascending order, ties by source: (source, j, place
-    of each slot).
+    """The slots (j + 1/2) / count of all sources in ascending order, ties by source.
+
+    Returns (source of each entry, its j, place of each slot in the table).
     """
     source = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts

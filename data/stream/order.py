@@ -1,14 +1,15 @@
-"""The order of a source: which window is its k-th draw. A function, not a stored shuffle.
+"""The order of a source: a function from its k-th draw to an epoch and a window; no stored shuffle.
 
-Knows one keyed bijection of [0, n) (a balanced Feistel network with cycle walking) and how epochs
-use it: every window once per epoch, each epoch under its own key. Its one rule: integers only, no
-random stream, nothing stored, so that any position is reached in constant time and the same numbers
-come out on every machine and in every year. `ORDER_VERSION` is written into each run; a change of
-one output is a new version, and the old one stays.
+It is one keyed bijection of [0, n) (a balanced Feistel network with cycle walking), used with
+another key in each epoch, so that every window comes once per epoch.
 
     "order1|run seed|uid|epoch" --xxh3-64--> seed --SplitMix64--> 6 round keys
     index --Feistel with the keys--> window
-    output 7 of the same stream --> where the windows of the epoch begin, if they are shifted
+    output 7 of the same stream --> start of the first window of the epoch, if windows are shifted
+
+Rule: integers only, no random stream, nothing stored. Any position is reached in constant time, and
+every machine gives the same numbers. Each run records `ORDER_VERSION`; a change of one output is a
+new version, and the old one stays.
 
 Units: draws, epochs and windows are counts from 0. Arrays are int64 outside and uint64 inside.
 """
@@ -26,8 +27,8 @@ NUM_ROUNDS = 6
 TABLE_BITS = 16  # of a half: six tables of its values take 3 MiB
 
 # The increment and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014, with Stafford's "mix
-# 13"). What meets an array is an array without axes: the last passes of a walk are short, so the
-# cost of a call of numpy decides, half of that for a numpy scalar or an array of one.
+# 13"). They are arrays without axes: the last passes of a walk are short, so numpy's cost per call
+# decides, and such an array costs half as much as a numpy scalar or an array of one element.
 GAMMA = 0x9E3779B97F4A7C15
 C1, C2 = (np.array(c, dtype=np.uint64) for c in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -73,7 +74,7 @@ class Order:
         return epoch * size + index.astype(np.int64)
 
     def shifts(self, source: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        """Where the first window of an epoch of a source begins; all arrays (n,) int64."""
+        """First token of the first window of an epoch of a source; all arrays (n,) int64."""
         if self.num_shifts == 1:
             return np.zeros_like(epoch)
         pairs, which = np.unique(epoch * len(self.uids) + source, return_inverse=True)
@@ -95,8 +96,10 @@ class Order:
         return np.stack(columns, axis=1)[:, which]  # (rounds, draws)
 
     def _tables_of(self, source: np.ndarray, epoch: np.ndarray, keys: np.ndarray):
-        """What the rounds of a key make of every half, int64 (rounds, halves), when the key is
-        asked for again: a look-up is a third of the work. None before, and for the largest sources.
+        """Tables of the round outputs for every half, int64 (rounds, halves).
+
+        They are made when a key is used a second time: a look-up is a third of the work. None at
+        the first use, and for the largest sources.
         """
         which, half = (int(source[0]), int(epoch[0])), self._half[source[0]]
         last, tables = self._tabled  # read once: another thread may replace it
@@ -202,7 +205,7 @@ def _feistel(x, half, rounds, inverse) -> np.ndarray:
 
 
 def _rounds(keys, half) -> list:
-    """What each round does to a half."""
+    """The function of each round, applied to a half."""
     top = np.asarray(_U64 - half)
     return [functools.partial(_round, key=keys[n, ...], top=top) for n in range(NUM_ROUNDS)]
 

@@ -1,11 +1,11 @@
-"""One background thread that makes the next items while the current one is used.
-
-Its one rule: the items are the same as without it. Order, errors and the end pass through a bounded
-queue; an error is raised in the consumer at the item that failed; `close` (or leaving the `with`)
-always ends the thread.
+"""A background thread that prepares the next items while the current one is used.
 
     thread: make(key) -> queue (bounded) -> consumer: next()
     depth 0: no thread, next() makes the item
+
+Rule: the items are the same as without the thread. Order, errors and the end pass through the
+queue; an error is raised in the consumer at the item that failed; `close` (or leaving the `with`)
+always ends the thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Samples of several sources: their document starts and their token ids, checked as they are read.
 
-Knows where a sample lies (source, first token) and nothing of steps or ranks. Its one rule: an id
-outside the model's vocabulary, or a document start that no end id precedes (where the corpus says
-that each document has one), is refused before use.
+This module knows the place of a sample (source, first token) and nothing of steps or ranks.
+
+Rule: an id outside the model's vocabulary is refused before use, and so is a document start without
+an end id before it, where the corpus states that each document has one.
 
 Units: a sample is `seq_len` tokens and one more, its last target.
 """
@@ -55,15 +56,16 @@ class Samples:
         return row[order], position[order]
 
     def damaged(self, source: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """Which samples touch a block whose hash is wrong, bool (n,); hashes what is new."""
+        """True for samples that touch a block with a wrong hash, bool (n,); hashes new blocks."""
         is_damaged = np.zeros(len(source), dtype=bool)
         for number, which in groups(source):
             is_damaged[which] = self.splits[number].damaged(start[which], self.seq_len + 1)
         return is_damaged
 
     def token_range(self, number: int, mask: Mask) -> tuple[int, int]:
-        """Tokens [first, end) of a source's split that a mask names. Raises UserError where there
-        are fewer documents, or fewer tokens in the document.
+        """Tokens [first, end) of a source's split that a mask names.
+
+        Raises UserError where the source has fewer documents, or the document fewer tokens.
         """
         split, (first, end) = self.splits[number], mask.documents
         if end > split.num_documents:
@@ -100,10 +102,10 @@ class Samples:
         return tokens, sample_hashes(tokens)
 
     def rows(self, tokens, hashes, source, start_row, start_position, mine: np.ndarray) -> Rows:
-        """Rows of a batch from the tokens and hashes of its samples numbered `mine`, with those of
-        all its document starts that lie in them.
+        """Rows from the tokens and hashes of the batch's samples numbered `mine`.
 
-        A number past the last sample is a row without documents: padding.
+        start_row, start_position: document starts of the whole batch; those in other samples are
+        left out. A number past the last sample is a row without documents: padding.
         """
         row, position = start_row, start_position
         if len(mine) != len(source) or (mine[1:] < mine[:-1]).any():  # not the whole batch in order

@@ -1,13 +1,13 @@
-"""The batch schedule: how many sequences step N trains on, which, and in how long pieces. Constant
-or piecewise constant, by prefix sums.
+"""The batch schedule: the sequences that step N trains on, and the length at which the model sees
+them. Constant or piecewise constant, computed by prefix sums.
 
-Its one rule: everything is a function of the step, so a ramp never starts over. Step N >= 1 is the
-N-th update of the weights; it uses data step d = N - 1 and the sequences [a, b) of the order.
+Rule: everything is a function of the step, so a ramp never starts over. Step N >= 1 is the N-th
+update of the weights; it uses data step d = N - 1 and the sequences [a, b) of the order.
 
 A warm-up of the sequence length (`seq_len_warmup`) moves no token: batches, micro-batches and their
 order are those of sequences of `seq_len` tokens, which are cut into equal parts for the model.
 
-Units: users give tokens per step (`batch_tokens`); here it becomes sequences of `seq_len` tokens.
+Units: users give tokens per step (`batch_tokens`); here they become sequences of `seq_len` tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from base.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import Recipe, batch_ramp
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def read_schedule(batch_tokens: Any, seq_len: int, seq_len_warmup: Any = ()) -> 
     Raises UserError with every problem and the nearest legal values.
     """
     is_ramp = isinstance(batch_tokens, list | tuple)
-    pieces = list(batch_tokens) if is_ramp else [[0, batch_tokens]]
+    pieces = list(batch_ramp(batch_tokens))
     problems = _shape_problems(batch_tokens, pieces)
     if not problems:
         problems = _start_problems(batch_tokens, [start for start, _ in pieces])

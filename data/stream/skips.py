@@ -1,13 +1,13 @@
-"""What of the data is left out: which data step train step N uses, and what of it gives no loss.
+"""The skip list: the data step that train step N uses, and the targets that give no loss.
 
     train step  1 2 3 4 5     advance = [[2, 4]]: data steps 2 and 3 are never used
-    data step   0 1 4 5 6     no_update, mask: nothing moves, a batch, a document or a part of one
+    data step   0 1 4 5 6     no_update, mask: nothing moves; a batch, a document or a part of one
                               does not train
 
-Its one rule: ranges are of data steps, so they name the same batches however often a run was
-skipped, resumed or rewound; of overlapping ranges only the union counts. A range may be added to a
-run as long as it changes nothing before the next data step (`past`), so the list that stands last
-replays the whole run.
+Rule: ranges are of data steps, so they name the same batches however often a run was skipped,
+resumed or rewound. Of overlapping ranges only the union counts. A range may be added to a run as
+long as it changes nothing before the next data step (`past`), so the newest list replays the whole
+run.
 
 Units: train steps from 1, data steps from 0; ranges [first, end).
 """
@@ -31,8 +31,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Mask:
-    """Training documents of one source, by number, that give no loss in some data steps; of a
-    single one perhaps only some tokens, counted from its start.
+    """Training documents [first, end) of one source that give no loss in some data steps.
+
+    tokens: for a single document, the range of its tokens, counted from its start.
     """
 
     source: str
@@ -59,7 +60,7 @@ class Skips:
         self._first = np.array([first for first, _ in self.advance], dtype=np.int64)
         self._end = np.array([end for _, end in self.advance], dtype=np.int64)
         self._left_out = np.concatenate([[0], np.cumsum(self._end - self._first)])
-        # How many data steps before each range were used: the train step that first jumps it.
+        # Number of data steps used before each range = the train step that first skips the range.
         self._used_before = (self._first - self._left_out[:-1]).tolist()
 
     def data_step(self, step: int) -> int:
@@ -77,15 +78,15 @@ class Skips:
         return np.where(is_out, 0, data_step - self._left_out[number] + 1)
 
     def ranges_before(self, data_step: int) -> Ranges:
-        """What `advance` leaves out before a data step."""
+        """Ranges that `advance` leaves out before a data step."""
         return clipped(self.advance, data_step)
 
     def is_update(self, data_step: int) -> bool:
-        """Whether the batch of a data step trains; only a batch that is used asks this."""
+        """True where the batch of a data step trains. Meant for batches that are used."""
         return not any(first <= data_step < end for first, end in self.no_update)
 
     def past(self, data_step: int) -> list | None:
-        """All that the list does before a data step, as plain values; None = nothing."""
+        """Everything the list does before a data step, as plain values; None = nothing."""
         advance = clipped(self.advance, data_step)
         no_update = [
             [first, end]
@@ -124,9 +125,10 @@ def clipped(ranges: Ranges, end: int) -> Ranges:
 
 
 def merged_masks(masks: Iterable[Mask], data_step: int) -> list:
-    """[source, document range, merged steps] of masks before a data step, and the token range where
-    it is not whole documents: the order in which they were given, and how they were split in time,
-    do not matter.
+    """[source, document range, merged steps] of masks before a data step.
+
+    A token range follows where it is not whole documents. The order of the masks, and how they were
+    split over steps, do not matter.
     """
     by_place: dict[tuple, list] = {}
     for mask in masks:

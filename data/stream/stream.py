@@ -4,14 +4,14 @@
            --order--> (epoch, window) --samples--> tokens, document starts
            --windows--> micro-batches of one data-parallel rank
 
-Its one rule: the global batch is a pure function of (corpora, mixture, seed, order version, skip
-list, step).
-Sizes of any axis, micro-batch, prefetch depth and storage only decide who reads which part and
-when. So the state is one integer, and resuming is asking for the next step. Where a global batch is
-larger than a source, or ends past it, it goes on in that source's next epoch, in a new order.
+Rule: the global batch is a pure function of (corpora, mixture, seed, order version, skip list,
+step). The sizes of the axes, the micro-batch, the prefetch depth and the storage only decide which
+rank reads which part, and when. The state is therefore one integer, and a resume asks for the next
+step. A global batch that is larger than a source, or that passes its end, goes on in that source's
+next epoch, in a new order.
 
-A sample is one sequence of `seq_len` tokens (plus one, its last target). The order permutes windows
-of `window_tokens`; a longer window is cut into equal parts, which are consecutive samples.
+A sample is one sequence of `seq_len` tokens and one token more, its last target. The order permutes
+windows of `window_tokens`; a longer window is cut into equal parts, which are consecutive samples.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from data.stream.masks import Masked, masked
 from data.stream.mixture import Stages
 from data.stream.order import ORDER_VERSION, Order
 from data.stream.prefetch import Prefetch
+from data.stream.run_checks import (
+    SourceUse,
+    check_epochs,
+    check_targets,
+    check_updates,
+    different_ends,
+    source_uses,
+    twins,
+)
 from data.stream.samples import Samples
 from data.stream.schedule import Schedule
 from data.stream.skips import Mask, Skips, digest
-from data.stream.sources import (
-    SourceUse,
-    check_epochs,
-    check_updates,
-    num_windows,
-    open_sources,
-    twins,
-)
+from data.stream.sources import num_windows, open_sources
 from data.stream.windows import Batch, Rows, cuts, make_batches, num_targets, own_positions
 from recipes.schema import Data
 
-# Done at once, to spread numpy's cost per call over small steps:
+# Work done at once, to spread numpy's cost per call over small steps:
 LOCATE_AHEAD = 4096  # windows put in order, and the most samples of all ranks below
-STARTS_AHEAD = 256  # samples whose documents are looked up
+STARTS_AHEAD = 256  # samples whose document starts are looked up
 READ_AHEAD = 128  # samples of a rank that are read and checked; each may hash a block of 8 MiB
 NO_STARTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state stays below 1 KB
@@ -55,7 +57,7 @@ MOST_NAMED = 12  # corpora whose ids a checkpoint holds one by one: its state st
 
 @dataclass(frozen=True)
 class StepData:
-    """What one data-parallel rank trains on in one step, and what is known of the global batch."""
+    """The micro-batches of one data-parallel rank in one step, and facts of the global batch."""
 
     step: int
     data_step: int
@@ -71,13 +73,13 @@ class StepData:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model sees less than a whole sequence at once."""
+        """True where the model sees less than a whole sequence at once."""
         first, end = self.sample_range
         return self.length * (end - first) < self.num_tokens
 
 
 class _Located(NamedTuple):
-    """Where windows [first, first + n) of the mixed order lie, arrays (n,) int64."""
+    """Places of windows [first, first + n) of the mixed order, arrays (n,) int64."""
 
     first: int
     source: np.ndarray
@@ -94,7 +96,7 @@ class _Starts(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One rank's rows of a data step, and what is known of the global batch."""
+    """One rank's rows of a data step, and facts of the global batch."""
 
     sample_range: tuple[int, int]
     rows: Rows
@@ -106,8 +108,9 @@ class _Part(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What one rank (its place: data rank, size, micro-batch) trains on in data steps [first, end),
-    all of one size.
+    """Parts of one rank for data steps [first, end), all of one size.
+
+    place: (data rank, data size, micro-batch) of the rank.
     """
 
     first: int
@@ -196,7 +199,7 @@ class Stream:
         return source, start, self._train.rows(tokens, hashes, source, row, position, every)
 
     def split(self, number: int) -> Split:
-        """What source number `number` trains on."""
+        """The training split of source number `number`."""
         return self._train.splits[number]
 
     def prefetch(
@@ -223,9 +226,9 @@ class Stream:
 
         The set is the first windows of each source's validation split, as many as its share of
         `eval_tokens` in the first stage of the mixture, or all it has; it does not depend on the
-        layout. Each rank gets the same number of batches; rows that fill them up have no targets,
-        so an uneven set neither hangs nor counts twice. Raises UserError when there is nothing to
-        evaluate on.
+        layout. Each rank gets the same number of batches. Padding rows fill up the last batches;
+        they have no targets, so an uneven set neither hangs nor counts a window twice. Raises
+        UserError where there is nothing to evaluate on.
         """
         chosen = self._evaluation_set(eval_tokens)
         place = data_rank, data_size, micro_batch
@@ -236,10 +239,9 @@ class Stream:
         return evaluation_set(self._valid.splits, self.mixture, self.seq_len, eval_tokens)
 
     def state(self) -> dict:
-        """What a checkpoint records besides the step: equal states give equal batches at every
-        step.
+        """The data state of a checkpoint besides the step: equal states give equal batches.
 
-        Below 1 KB: of more than a dozen corpora there is one hash over all.
+        It stays below 1 KB: more than a dozen corpora are recorded as one hash over all.
         """
         ids = {uid: c.corpus_id[:16] for uid, c in zip(self.uids, self.corpora, strict=True)}
         if len(ids) > MOST_NAMED:
@@ -258,8 +260,9 @@ class Stream:
         } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:
-        """What decided the batches of train steps 1 to N, and the data step that comes next. In the
-        middle of a run the recipe may change batches to come, but none of these.
+        """Everything that decided the batches of train steps 1 to N, and the next data step.
+
+        In the middle of a run the recipe may change batches to come, but none of these.
         """
         data_step = self.skips.data_step(step) + 1 if step else 0
         windows = -(-self.schedule.sequences_before(data_step) // self._parts)
@@ -272,7 +275,7 @@ class Stream:
         } | ({"lengths": [list(piece) for piece in cut]} if cut else {})
 
     def tokens_after(self, step: int) -> int:
-        """Tokens in the batches that train steps 1 to N used; those left out do not count."""
+        """Tokens in the batches of train steps 1 to N; left-out batches do not count."""
         if step == 0:
             return 0
         data_step, before = self.skips.data_step(step), self.schedule.sequences_before
@@ -284,32 +287,8 @@ class Stream:
         return self.schedule.sample_range(data_step + 1)
 
     def usage(self, steps: int) -> list[SourceUse]:
-        """What a run of that many steps takes from each source, what is left out included."""
-        last = self.skips.data_step(steps)
-        windows = -(-self.sample_range(last)[1] // self._parts)
-        draws = self.mixture.draws_before(windows).tolist()
-        stages = [step for step in self.stage_steps if step <= last]
-        return [
-            SourceUse(
-                uid=uid,
-                corpus=self.data.sources[uid].corpus,
-                corpus_id=self.corpora[number].corpus_id,
-                tokens=self._train.splits[number].num_tokens,
-                windows=int(self.order.num_windows[number]),
-                dropped=self._dropped(number),
-                draws=draws[number],
-                epochs=draws[number] / int(self.order.num_windows[number]),
-                share=draws[number] / windows,
-                stages=tuple((step, self.mixture.share(uid, i)) for i, step in enumerate(stages)),
-                max_epochs=self.data.sources[uid].max_epochs,
-            )
-            for number, uid in enumerate(self.uids)
-        ]
-
-    def _dropped(self, number: int) -> int:
-        """Tokens at the end of a training split that no window takes, not even as a target."""
-        used = int(self.order.num_windows[number]) * self.window_tokens + 1
-        return self._train.splits[number].num_tokens - used
+        """The use of each source in a run of that many steps, left-out ranges included."""
+        return source_uses(self, steps)
 
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
@@ -320,13 +299,28 @@ class Stream:
         if eval_tokens:
             self._evaluation_set(eval_tokens)
         check_updates(self.skips, steps)
+        check_targets(self, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
-        notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
+        by_uid = dict(zip(self.uids, self.corpora, strict=True))
+        notes += twins(by_uid) + different_ends(by_uid)
         return notes + check_epochs(self.usage(steps), steps)
 
+    def has_targets(self, step: int) -> bool:
+        """True where a step moves the weights: its batch trains, and some target is left."""
+        data_step = self.skips.data_step(step)
+        if not self.skips.is_update(data_step):
+            return False
+        first, end = self.sample_range(data_step)
+        source, start = self.locate(first, end)
+        lost = cuts(*self._document_starts(first, end), self.data.attend)
+        left_out = self._masked(data_step, source, start, None)
+        taken = 0 if left_out is None else left_out.num_targets(*lost)
+        return (end - first) * self.seq_len > len(lost[0]) + taken
+
     def _part(self, step: int, data_step: int, *place: int) -> _Part:
-        """One rank's part of a data step; small steps are prepared several at once, as long as the
-        batch keeps its size.
+        """One rank's part of a data step.
+
+        Several small steps are prepared at once, as long as the batch keeps its size.
         """
         ready = self._ready  # read once: another thread may replace it
         if ready.place != place or not ready.first <= data_step < ready.end:
@@ -342,14 +336,15 @@ class Stream:
                 stop = data_step + 1
             try:
                 ready = self._prepare(step, data_step, stop, place)
-            except UserError:  # damage belongs to the step that meets it
+            except UserError:  # only the step whose data is damaged may fail
                 ready = self._prepare(step, data_step, data_step + 1, place)
             self._ready = ready
         return ready.parts[data_step - ready.first]
 
     def _prepare(self, step: int, data_step: int, stop: int, place: tuple) -> _Ready:
-        """The parts of data steps [data_step, stop): masks and quarantine only for a single one,
-        which is train step `step`.
+        """The parts of data steps [data_step, stop).
+
+        Masks and quarantine are possible only for a single data step, which is train step `step`.
         """
         steps, attend = stop - data_step, self.data.attend
         first, end = self.sample_range(data_step)[0], self.sample_range(stop - 1)[1]
@@ -357,6 +352,7 @@ class Stream:
         mine = (np.arange(steps)[:, None] * size + own_positions(size, *place)).ravel()
         source, start = self.locate(first, end)
         row, position = self._document_starts(first, end)
+        # Leave out damaged samples.
         is_damaged, quarantined = None, ()
         if self.data.on_damage == "quarantine":
             is_damaged = self._train.damaged(source, start)
@@ -367,10 +363,12 @@ class Stream:
                 )
             row, position = row[~is_damaged[row]], position[~is_damaged[row]]
             quarantined = tuple((first + np.flatnonzero(is_damaged)).tolist())
+        # Read this rank's samples.
         tokens, hashes = self._train.read(
             source[mine], start[mine], None if is_damaged is None else is_damaged[mine]
         )
         rows = self._train.rows(tokens, hashes, source, row, position, mine).split(steps)
+        # Count targets, samples per source and masked targets of the global batch.
         targets = num_targets(steps, size, self.seq_len, row, position, attend)
         cell = np.repeat(np.arange(steps) * len(self.uids), size) + source
         counts = np.bincount(cell, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()
@@ -436,11 +434,11 @@ class Stream:
         return number, *self._train.token_range(number, mask)
 
     def _is_masked_in(self, first: int, end: int) -> bool:
-        """Whether a mask holds in some data step of [first, end)."""
+        """True where a mask holds in some data step of [first, end)."""
         return any(mask.steps[0] < end and first < mask.steps[1] for mask, *_ in self._masks)
 
     def _masked(self, data_step: int, source, start, is_damaged) -> Masked | None:
-        """What of a global batch is no target besides the cuts between documents."""
+        """Tokens of a global batch that are no target, besides the cuts between documents."""
         ranges = [
             tokens for mask, *tokens in self._masks if mask.steps[0] <= data_step < mask.steps[1]
         ]

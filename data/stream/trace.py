@@ -1,11 +1,11 @@
-"""From a step to its documents, and from a document to every step that sees it: past and to come.
+"""A step traced to its documents, and a document to every step that sees it, past and to come.
 
-    data step --order--> samples --index--> documents --side file--> where they came from
+    data step --order--> samples --index--> documents --side file--> their origin
     document --index--> windows --inverse order, by epoch--> samples --> data steps --> train steps
 
-Its one rule: both ways are computed from the function that ordered the run; there is no index of
-samples and no scan. Only a document's origin is read from a file: `<shard>.docs.parquet`,
-or the manifest of a built-in corpus; without either a document has its number alone.
+Rule: both ways are computed from the function that ordered the run; there is no index of samples
+and no scan. Only the origin of a document is read from a file: `<shard>.docs.parquet`, or the
+manifest of a built-in corpus. Without either a document has its number alone.
 
 Units: documents count from 0 over the training split of a source; tokens count from its start.
 """
@@ -22,7 +22,7 @@ from data.stream.skips import FOREVER, Ranges, clipped, merged
 from data.stream.stream import Stream
 
 SIDE_FILE = ".docs.parquet"
-MOST_EPOCHS = 1 << 20  # of one document: far beyond any run, so that a slip does not fill memory
+MOST_EPOCHS = 1 << 20  # of one document; far beyond any run, so an error does not fill memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sighting:
 
 
 def pieces_of_step(stream: Stream, data_step: int) -> list[Piece]:
-    """Which parts of which documents are in the samples of a data step, in batch order."""
+    """The parts of documents in the samples of a data step, in batch order."""
     first, end = stream.sample_range(data_step)
     source, start = stream.locate(first, end)
     pieces = []
@@ -72,9 +72,12 @@ def pieces_of_step(stream: Stream, data_step: int) -> list[Piece]:
 def steps_of_document(
     stream: Stream, uid: str, document: int, steps: int, tokens: tuple[int, int] = (0, FOREVER)
 ) -> list[Sighting]:
-    """Every sample of train steps 1 to `steps` (and of what is left out between them) that holds a
-    token of the document, or of these tokens of it, as input or as target, in order.
+    """Every sample of train steps 1 to `steps` that holds a token of the document, in order.
+
+    A token counts as input and as target. tokens: only these tokens of the document. Samples that
+    are left out between those steps are included.
     """
+    # The tokens, and the draws and epochs of the source so far.
     number, seq_len = stream.uids.index(uid), stream.seq_len
     parts = stream.window_tokens // seq_len
     begin, end = stream.split(number).document_range(document)
@@ -92,6 +95,7 @@ def steps_of_document(
     counts = np.maximum(0, end - first) if high > low else np.zeros_like(epoch)
     epoch = np.repeat(epoch, counts)
     k = np.arange(len(epoch)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    # The run's sample of each of them, where it is drawn.
     draw = stream.order.draws(np.full(len(k), number), epoch, k // parts) if len(k) else k
     is_drawn = draw < draws
     epoch, k, draw = epoch[is_drawn], k[is_drawn], draw[is_drawn]
@@ -100,6 +104,7 @@ def steps_of_document(
     is_seen = (window >= 0) & (sample < last)
     order = np.argsort(sample[is_seen])
     sample, epoch, k = (column[is_seen][order] for column in (sample, epoch, k))
+    # Steps and effects.
     data_step = stream.schedule.data_steps_of(sample)
     step = stream.skips.steps_of(data_step)
     start = shift[epoch] + k * seq_len
@@ -117,7 +122,7 @@ def steps_of_document(
 def effect(
     stream: Stream, uid: str, document: int, step: int, data_step: int, tokens: tuple[int, int]
 ) -> str:
-    """What a data step does, or would do, with these tokens of a document."""
+    """The effect of a data step, past or to come, on these tokens of a document."""
     if not step:
         return "left out"
     if not stream.skips.is_update(data_step):
@@ -129,7 +134,7 @@ def effect(
 def masked_tokens(
     stream: Stream, uid: str, document: int, data_step: int, tokens: tuple[int, int]
 ) -> Ranges:
-    """Which of these tokens [first, end) of a document give no loss in a data step."""
+    """Ranges of these tokens [first, end) of a document that give no loss in a data step."""
     masked = merged(
         mask.tokens
         for mask in stream.skips.masks
@@ -142,9 +147,9 @@ def masked_tokens(
 
 
 def origins(corpus: Corpus, documents: Iterable[int]) -> dict[int, dict]:
-    """Where training documents came from, by number: source and what else is known of it.
+    """Origin of training documents by number: source and whatever else is recorded.
 
-    Missing for a document whose shard has no side file.
+    A document whose shard has no side file is missing.
     """
     wanted, found, before = sorted(set(documents)), {}, 0
     for entry in corpus.manifest["splits"].get("train", []):

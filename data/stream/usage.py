@@ -1,11 +1,11 @@
-"""Whether a run used each sample once: what the ledger of its current lineage adds up to.
+"""Checks that a run used each sample once, from the ledger lines of its current lineage.
 
     steps 1 2 3 4 5 ...   each once, none missing
-    data steps            ascending; between two steps only what the skip list leaves out
-    samples [a, b)        each range begins where the one before ended, or behind what is left out
+    data steps            ascending; between two steps only ranges that the skip list leaves out
+    samples [a, b)        each range begins where the one before ended, or behind a left-out range
 
-The one rule: the ledger is judged by its own lines and the skip list alone. Units: samples count
-over the whole run, epochs included; ranges [first, end).
+Rule: the ledger is judged by its own lines and the skip list alone. Units: samples count over the
+whole run, epochs included; ranges [first, end).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from data.stream.skips import Skips
 def use_problems(
     lines: Sequence[dict], skips: Skips, samples: Callable[[dict], tuple[int, int]]
 ) -> list[str]:
-    """What speaks against each sample having been used once, one line each; `lines` are those of
-    the lineage in order of step, `samples` gives the range that a line should have.
+    """Problems that show a sample was not used exactly once, one line each.
+
+    lines: the ledger lines of the lineage in order of step; samples: gives the range of samples
+    that a line should have.
     """
     problems = []
     for before, line in zip([None, *lines], lines, strict=False):

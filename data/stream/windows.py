@@ -1,16 +1,16 @@
-"""From windows of token ids to what the model takes: inputs, labels, segments, cumulative lengths.
+"""Windows of token ids become model inputs: input ids, labels, segments, cumulative lengths.
 
     tokens   t0 t1 t2 | t3 t4     one window: T + 1 tokens, "|" = a document starts
     input    t0 t1 t2   t3
     labels   t1 t2 -100 t4        no document's first token is predicted from the one before
     segment  0  0  0    1
 
-Its one rule: boundaries come from the index, never from looking for the end id; the tokens only
-confirm them. With attend="across" a row is one segment and every label counts. Everything is
-vectorised; no loop over tokens.
+Rule: boundaries come from the index, never from a search for the end id; the tokens only confirm
+them. With attend="across" a row is one segment and every label counts.
 
-Shapes: B rows, T = seq_len. While the sequence length is warmed up, a batch has more and shorter
-rows, whose tokens and labels in order are the same.
+Everything is vectorised; no loop runs over tokens. Shapes: B rows, T = seq_len. While the sequence
+length is warmed up, a batch has more and shorter rows, whose tokens and labels in order are the
+same.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ class Batch:
     """One micro-batch of one rank, numpy, contiguous."""
 
     input_ids: np.ndarray  # (B, T) int64
-    labels: (
-        np.ndarray
-    )  # (B, T) int64, labels[b, t] is the target of input_ids[b, t]; IGNORED = none
+    # (B, T) int64, labels[b, t] is the target of input_ids[b, t]; IGNORED = no target
+    labels: np.ndarray
     segment_ids: np.ndarray  # (B, T) int32, number of the document within its row
-    cu_seqlens: (
-        np.ndarray
-    )  # int32, ends of the documents in the flattened rows; 0 first, B * T repeated at the end
+    # int32, ends of the documents in the flattened rows; 0 first, B * T repeated at the end
+    cu_seqlens: np.ndarray
     max_seqlen: int  # no document in the batch is longer: a power of two, or T
     # (B,) uint64, xxh3-64 of each window's ids, uncut; 0 for a padding row
     sample_hashes: np.ndarray
@@ -45,8 +43,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows with their document starts: tokens (B, T+1), any integer type; starts as (row,
-    position) in rows, ascending.
+    """Windows with their document starts.
+
+    tokens: (B, T + 1), any integer type; starts: (row, position) pairs, ascending.
     """
 
     tokens: np.ndarray
@@ -84,14 +83,17 @@ def make_batches(
     is_masked: np.ndarray | None = None,
     length: int | None = None,
 ) -> list[Batch]:
-    """Cut rows into micro-batches of `micro_batch` rows each, in order; is_padding (B,) marks rows
-    without targets, is_masked (B, T + 1) tokens that are no target. The model sees `length` tokens
-    at once, which divides T (default): then each row becomes T / length of them.
+    """Cut rows into micro-batches of `micro_batch` rows each, in order.
+
+    is_padding: (B,) rows without targets; is_masked: (B, T + 1) tokens that are no target; length:
+    tokens that the model sees at once, a divisor of T (default T). Each row becomes T / length
+    rows of the model.
     """
     num_rows, seq_len = len(rows.tokens), rows.seq_len
     length = length or seq_len
     assert num_rows % micro_batch == 0
     assert seq_len % length == 0
+    # Labels, without those across a document start, of padding, and of masked tokens.
     input_ids = rows.tokens[:, :-1].astype(np.int64)
     labels = rows.tokens[:, 1:].astype(np.int64)
     flat = NO_CUTS
@@ -108,6 +110,7 @@ def make_batches(
         # The last target of a part is the first input of the next, as between windows.
         input_ids, labels = input_ids.reshape(-1, length), labels.reshape(-1, length)
         flat = flat[flat % length > 0]  # a part begins there anyway
+    # Segments and cumulative lengths, and the micro-batches.
     size = micro_batch * seq_len // length  # rows of a micro-batch
     segment_ids = segments(flat, len(labels), length)
     first = flat.searchsorted(np.arange(0, num_rows + 1, micro_batch) * seq_len).tolist()
@@ -130,8 +133,9 @@ def make_batches(
 
 
 def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray, np.ndarray]:
-    """The document starts that separate two tokens of a window: each costs one target. None with
-    "across".
+    """The document starts that separate two tokens of a window; each takes one target away.
+
+    There are none with attend="across".
     """
     assert attend in ("within", "across")
     is_sharded = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
@@ -141,16 +145,18 @@ def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray
 def num_targets(
     steps: int, num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
 ) -> list[int]:
-    """Targets of each of `steps` batches of `num_rows` windows of T + 1 tokens, which have these
-    document starts, rows counted through: known without reading a token.
+    """Targets of each of `steps` batches of `num_rows` windows of T + 1 tokens.
+
+    row, position: the document starts of all batches, rows counted through. No token is read.
     """
     lost = np.bincount(cuts(row, position, attend)[0] // num_rows, minlength=steps)
     return (num_rows * seq_len - lost).tolist()
 
 
 def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
-    """Number of the document within its row, (num_rows, T) int32, of flattened rows that are cut at
-    `flat` (ascending) besides their own ends.
+    """Number of the document within its row, (num_rows, T) int32.
+
+    flat: ascending positions in the flattened rows at which a document starts inside a row.
     """
     if not len(flat):
         return np.zeros((num_rows, seq_len), dtype=np.int32)
@@ -162,7 +168,7 @@ def segments(flat: np.ndarray, num_rows: int, seq_len: int) -> np.ndarray:
 
 
 def cumulative_lengths(inner: np.ndarray, num_rows: int, seq_len: int) -> tuple[np.ndarray, int]:
-    """(cu_seqlens, max_seqlen) of flattened rows that are cut at `inner` (ascending) besides their
+    """(cu_seqlens, max_seqlen) of flattened rows that are cut at `inner` (ascending) and at their
     own ends.
 
     The count of cu_seqlens depends on (rows, seq_len) alone, so shapes stay fixed under
@@ -206,5 +212,5 @@ def own_positions(batch: int, data_rank: int, data_size: int, micro_batch: int) 
         )
     micro_step = np.arange(0, batch, slab)[:, None]
     positions = (micro_step + data_rank * micro_batch + np.arange(micro_batch)).reshape(-1)
-    positions.flags.writeable = False  # shared by all who ask
+    positions.flags.writeable = False  # the cache hands the same array to every caller
     return positions

@@ -1,18 +1,19 @@
 """Text into a corpus, by many workers: start with ingest.py.
 
-assemble.py                From finished units to the shards of a corpus: which documents, whi
-duplicates.py              Exact duplicates among documents, by a 16-byte digest of their text
-encoding.py                Text to ids in a worker: by `tokenizers`, the reference, or by `gig
-filters.py                 Filters on documents: length, and shares of letters, digits and sym
-held_out.py                Documents that a file says are held out: by their text or by their
-ingest.py                  Building a corpus from text: `make corpus IN= OUT= TOKENIZER= WORKE
-inputs.py                  Text inputs of a corpus: which files, in which order, of what kind,
-provenance.py              Where each document came from: `<shard>.docs.parquet` beside each s
-publish.py                 The last files of a corpus made from text: what became of each inpu
-reading.py                 Reading one unit of the input: a stream of records, one for each ro
-settings.py                The knobs of `make corpus`: what becomes of the text of the inputs
-shuffle.py                 Documents in a random order: `make corpus
-train_tokenizer.py         A tokenizer of your own: `make tokenizer IN= VOCAB= OUT=`
-unit.py                    The work on one unit of the input, in any process: read, clean, fil
-workers.py                 Tasks on several processes, with one progress bar
+ingest.py             the whole build of `make corpus`, resumable after a kill
+settings.py           the knobs of `make corpus`
+inputs.py             finds the input files and their kinds
+unit_plan.py          cuts the input into units of work
+reading.py            reads one unit: a stream of records, good or bad, each with its place
+filters.py            drops documents by length and by shares of characters
+encoding.py           text to ids, by `tokenizers` or by `gigatoken`
+unit.py               the work on one unit: read, clean, filter, tokenize, write
+workers.py            runs tasks on several processes with one progress bar
+duplicates.py         finds documents with equal text
+held_out.py           documents that a file names for validation
+assemble.py           finished units into shards
+shuffle.py            a random order of all documents
+provenance.py         the side file that names the origin of each document
+publish.py            the last files of a corpus and its manifest
+train_tokenizer.py    trains a tokenizer: `make tokenizer`
 """

@@ -1,10 +1,10 @@
-"""From finished units to the shards of a corpus: which documents, which split, which shard.
+"""Finished units become the shards of a corpus: documents kept, their splits, their shards.
 
     units in input order --duplicates, held-out--> kept documents --greedy cut--> shards
-    shard: .bin .idx .xxh .docs.parquet, each written by whichever worker is free
+    shard: .bin .idx .xxh .docs.parquet, each written by any worker that is free
 
-Its one rule: the plan is a function of the units and the settings; a shard's bytes are a function
-of the plan. Memory: one record batch at a time, and O(shards + units).
+Rule: the plan is a function of the units and the settings; the bytes of a shard are a function of
+the plan. Memory: one record batch at a time, and O(shards + units).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPLITS = ("train", "valid")
 
 @dataclass(frozen=True)
 class Done:
-    """A finished unit and where its documents and rows begin among all."""
+    """A finished unit, and the numbers of its first document and row among all."""
 
     folder: Path
     files: tuple[str, ...]
@@ -39,11 +39,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which documents are kept, and which of them are held out; every part may be sent to a
-    worker.
-    """
+    """The documents that are kept, and those of them that are held out; can be sent to a worker."""
 
-    first_path: str | None  # file of bools, one a document: the first with its text
+    first_path: str | None  # file of bools, one a document: True for the first with its text
     hash_limit: int
     held_digests: np.ndarray = field(repr=False)  # uint64 (n, 2)
 
@@ -108,7 +106,7 @@ def batches(folder: Path) -> Iterator[pa.RecordBatch]:
 
 
 def select_first(units: Sequence[Done], path: Path) -> str:
-    """Find the first document of each text; returns the file of bools."""
+    """Find the first document of each text; returns the path of a file of bools."""
 
     def digests() -> Iterator[np.ndarray]:
         for unit in units:
@@ -125,7 +123,7 @@ def plan_shards(
     max_tokens: int,
     make: Callable[..., ShardTask],
 ) -> tuple[list[ShardTask], dict[str, Counter]]:
-    """Shards in order, and what each file gave: documents, tokens, duplicates by name of file.
+    """Shards in order, and counts of documents, tokens and duplicates by name of file.
 
     A shard ends before the document that would make it longer than max_tokens.
     """
@@ -156,8 +154,8 @@ def plan_shards(
 
 
 def chosen(units: Sequence[Done], selection: Selection) -> Iterator[tuple]:
-    """(number of the unit, first document of the batch in it, batch, documents by split) in input
-    order.
+    """Batches in input order: (number of the unit, first document of the batch in the unit, batch,
+    documents by split).
     """
     for number, unit in enumerate(units):
         begin = 0
@@ -167,7 +165,7 @@ def chosen(units: Sequence[Done], selection: Selection) -> Iterator[tuple]:
 
 
 def count(by_file: dict[str, Counter], files: Sequence[str], batch, masks) -> None:
-    """Add what a batch gave to the counts of its files."""
+    """Add the documents, tokens and duplicates of a batch to the counts of its files."""
     tokens, source = column(batch, "tokens"), column(batch, "source")
     for split, mask in masks.items():
         sums = np.bincount(source[mask], tokens[mask], len(files)).tolist()
@@ -179,9 +177,7 @@ def count(by_file: dict[str, Counter], files: Sequence[str], batch, masks) -> No
 
 
 def write_shard(task: ShardTask, parts: Iterable[Part], advance: Callable[[int], None]) -> None:
-    """Write the files of one shard, and its entry for the manifest last, as <name>.json beside the
-    folder.
-    """
+    """Write the files of one shard; last its manifest entry, <name>.json beside the folder."""
     prefix = task.folder / task.name
     writer = ShardWriter(prefix, np.dtype(task.dtype), task.eod_id)
     provenance = ProvenanceWriter(prefix.with_name(prefix.name + SUFFIX))

@@ -1,11 +1,10 @@
 """Exact duplicates among documents, by a 16-byte digest of their text: the first in input order
 stays.
 
-    digests --by value--> bucket files --one at a time, sorted--> bool a document
+    digests --by value--> bucket files --one at a time, sorted--> one bool per document
 
-Its one rule: memory is bounded, however many documents there are or however equal they are: at most
-about `BUCKET_DOCUMENTS` at once, some 100 bytes each. Cost on disk while it works: 24 bytes a
-document, and one byte for the answer.
+Rule: memory is bounded for any number of documents and of duplicates: about `BUCKET_DOCUMENTS` at
+once, some 100 bytes each. On disk the work takes 24 bytes a document, and one byte for the answer.
 
 Two different texts count as equal with a chance of n * n / 2**129 for n documents (xxh3-128).
 """
@@ -28,7 +27,8 @@ def mark_first(
     path: Path,
     bucket_documents: int = BUCKET_DOCUMENTS,
 ) -> np.ndarray:
-    """Which documents are the first with their digest: bool (num_documents,), mapped from `path`.
+    """True for documents that are the first with their digest, bool (num_documents,), mapped from
+    `path`.
 
     digests: in input order, uint64 (n, 2) a time.
     """

@@ -1,9 +1,8 @@
-"""Text to ids in a worker: by `tokenizers`, the reference, or by `gigatoken` where its ids are the
-same.
+"""Text to ids in a worker: by `tokenizers`, the reference, or by `gigatoken` with equal ids.
 
-Its one rule: the ids are those of `tokenizers`. `gigatoken` (an optional extra, `pip install
-gigatoken`) is used only after it gave equal ids for a probe and the first documents of the input;
-one document in `RECHECK` is compared again; any difference ends its use, aloud.
+Rule: the ids are those of `tokenizers`. `gigatoken` (an optional extra, `pip install gigatoken`) is
+used only after it gave equal ids for a probe and the first documents of the input. One document in
+`RECHECK` is compared again. Any difference ends its use, and the log reports it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from base.errors import UserError
 from data.corpus.documents import pieces_of
 from data.corpus.tokenizer import PROBE, TextTokenizer
 
-ENCODE_CHARS = 1 << 20  # text handed over at once: bounds the memory of a worker
+ENCODE_CHARS = 1 << 20  # text encoded at once: bounds the memory of a worker
 RECHECK = 512
 
 
@@ -34,7 +33,7 @@ class Encoder:
         self._since_check = 0
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Raises EngineDiffers where the fast engine is found to differ."""
+        """Ids of each text. Raises EngineDiffers where the fast engine gives other ids."""
         if self._fast is None:
             return _in_pieces(texts, self.tokenizer.encode)
         found = _in_pieces(texts, self._encode_fast)
@@ -63,8 +62,8 @@ class Encoder:
 
 
 def choose_engine(tokenizer: TextTokenizer, wanted: str, sample: Sequence[str]) -> tuple[str, str]:
-    """(engine, what to tell): the fast one where it is wanted, installed, and gives equal ids for
-    the sample.
+    """(engine, note for the log): the fast one where it is wanted, installed, and gives equal ids
+    for the sample.
 
     Raises UserError where it was asked for by name and is not installed.
     """
@@ -81,7 +80,7 @@ def choose_engine(tokenizer: TextTokenizer, wanted: str, sample: Sequence[str]) 
         fast = Encoder(tokenizer, "gigatoken").encode(texts)
     except EngineDiffers:
         fast = None
-    except Exception as error:  # a library of its own, which may refuse a tokenizer in any way
+    except Exception as error:  # the library may raise anything for a tokenizer it cannot take
         return "tokenizers", f"gigatoken cannot take this tokenizer ({error}); using tokenizers"
     slow = _in_pieces(texts, tokenizer.encode)
     if fast is None or not all(np.array_equal(a, b) for a, b in zip(fast, slow, strict=True)):

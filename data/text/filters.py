@@ -1,7 +1,7 @@
 """Filters on documents: length, and shares of letters, digits and symbols.
 
-Its one rule: a filter is a number in the manifest; each document that it drops is counted under the
-name of the first filter, in the order of `REASONS`, that it fails.
+Rule: a filter is a number in the manifest. A document that is dropped is counted under the first
+filter that it fails, in the order of `REASONS`.
 
 Shares are of the characters that are not white space: letters with their marks (Unicode L and M),
 digits (N), symbols (all others). Units: characters.
@@ -21,7 +21,7 @@ SPACE, LETTER, DIGIT, SYMBOL = range(4)
 
 @dataclass(frozen=True)
 class Filters:
-    """Limits that a document must keep; the defaults drop nothing."""
+    """Limits for documents; the defaults drop none."""
 
     min_chars: int = 0
     max_chars: int | None = None
@@ -30,7 +30,7 @@ class Filters:
     max_symbols: float = 1.0
 
     def reason(self, text: str) -> str | None:
-        """Why a document is dropped, None to keep it."""
+        """The reason to drop a document; None to keep it."""
         if len(text) < self.min_chars:
             return "too_short"
         if self.max_chars is not None and len(text) > self.max_chars:

@@ -1,9 +1,9 @@
-"""Documents that a file says are held out: by their text or by their id.
+"""Documents that a file names for validation, by their text or by their id.
 
     {"text": "..."} or {"id": "..."} a line, or a bare id a line
 
-Its one rule: a text is held out, not a row: every document whose text equals that of one that was
-named is held out with it, so no text is on both sides. Memory: the named ones only.
+Rule: a text is held out, not a row: every document with the same text as a named document is held
+out with it, so no text is on both sides. Memory: the named documents only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import xxhash
 from base.errors import UserError
 from data.corpus.documents import Document, clean_text
 from data.text.assemble import Done, batches, digest_words
+from data.text.reading import load_json
 from data.text.settings import Settings
 
 
 def held_digests(settings: Settings, units: Sequence[Done]) -> tuple[np.ndarray, int]:
-    """Digests of the texts that settings.held_out names, uint64 (n, 2), and how many of its entries
-    are not in the input.
+    """Digests of the texts that settings.held_out names, uint64 (n, 2), and the number of its
+    entries that are not in the input.
 
-    Raises UserError where a line is neither, or none of them is in the input.
+    Raises UserError where a line is neither a text nor an id, or where the input has none of them.
     """
     none = np.empty((0, 2), dtype=np.uint64)
     if not settings.held_out:
@@ -62,8 +63,8 @@ def read_entries(path: Path, settings: Settings) -> tuple[set[bytes], set[str]]:
             place = f"{path}:{number}"
             try:
                 text = line.removeprefix(b"\xef\xbb\xbf").decode("utf-8").strip()
-                entry = json.loads(text) if text.startswith("{") else {id_field: text}
-            except ValueError as error:
+                entry = load_json(text) if text.startswith("{") else {id_field: text}
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: is neither JSON nor an id: {error}") from None
             if not text:
                 continue
@@ -73,14 +74,14 @@ def read_entries(path: Path, settings: Settings) -> tuple[set[bytes], set[str]]:
                     texts.add(xxhash.xxh3_128_digest(cleaned.encode()))
             elif entry.get(id_field) is not None:
                 value = entry[id_field]
-                ids.add(value if isinstance(value, str) else json.dumps(value))
+                ids.add(value if isinstance(value, str) else json.dumps(value, default=str))
             else:
                 raise UserError(
                     f"{place}: has neither a text in {settings.text!r} nor an id in {id_field!r}"
                 )
     if ids and not settings.id:
         raise UserError(
-            f"held_out={path}: holds ids, but which field of the input is the id is not said: "
+            f"held_out={path}: holds ids; name the field of the input that holds the id: "
             "OVERRIDES=id=..."
         )
     return texts, ids

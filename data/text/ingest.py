@@ -3,9 +3,8 @@
     inputs --plan--> units --workers--> .OUT.work/units/ --> duplicates, held-out
            --plan--> shards --workers--> .OUT.work/corpus/ --manifest last, rename--> OUT
 
-Its one rule: the corpus is a function of the input, the tokenizer and the settings, never of the
-number of workers or of how often the build was stopped; what was finished before a kill is used
-again.
+Rule: the corpus is a function of the input, the tokenizer and the settings, never of the number of
+workers or of the kills that the build survived. Work that was finished before a kill is used again.
 
 Costs: the tokens lie on disk twice until the end; memory is bounded by workers times one batch.
 """
@@ -17,6 +16,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import xxhash
 
 from base.durable import sync_folder
 from base.errors import UserError
-from data.corpus.build import locked
+from data.corpus.build_lock import locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.indexed import token_dtype
@@ -41,15 +41,16 @@ from data.text.assemble import (
 )
 from data.text.encoding import EngineDiffers, choose_engine
 from data.text.held_out import held_digests
-from data.text.inputs import InputFile, Unit, check_unchanged, find_inputs, parts_of, plan_units
+from data.text.inputs import InputFile, check_unchanged, find_inputs, parts_of
 from data.text.publish import Made, summaries, write_fields
 from data.text.reading import check_columns, read_unit
 from data.text.settings import Settings
 from data.text.shuffle import plan_shuffled, shuffled
 from data.text.unit import UnitTask, build_unit, count_lines, read_summary, unit_key
+from data.text.unit_plan import Unit, plan_units
 from data.text.workers import run_tasks
 
-# Below it one process is done before workers have started: bytes of text, of tokens.
+# With less than this, one process ends before workers have started: bytes of text, of tokens.
 FEW_TEXT_BYTES, FEW_BYTES = 1 << 20, 64 << 20
 SAMPLE_DOCUMENTS, SAMPLE_CHARS = 64, 1 << 20  # compared before a fast engine is used
 
@@ -60,12 +61,12 @@ def build_corpus(
     tokenizer: TextTokenizer,
     settings: Settings,
     workers: int = 1,
-    log=lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """Build a corpus from the inputs behind `source` and return its manifest.
 
-    A build that was stopped is continued. Where OUT is already this very corpus, nothing is done.
-    Raises UserError with what is wrong with the input, by file and line.
+    A build that was stopped is continued. Where OUT is already the same corpus, nothing is done.
+    Raises UserError with every problem of the input, by file and line.
     """
     _refuse_inside(source, out)
     files = find_inputs(source, settings.kind)
@@ -76,8 +77,13 @@ def build_corpus(
             made = _Build(files, out, tokenizer, settings, workers, log)
             try:
                 return made.run()
-            except BaseException:
+            except BaseException as error:
                 made.sweep()
+                if made.work.is_dir() and isinstance(error, UserError):
+                    log(
+                        f"finished work is kept in {made.work}, and the corrected command continues"
+                        " from it; remove that folder where there will be none"
+                    )
                 raise
     except OSError as error:
         if error.errno == errno.ENOSPC or "No space left" in str(error):
@@ -96,17 +102,20 @@ class _Build:
         self.settings, self.workers, self.log = settings, workers, log
         self.work = out.parent / f".{out.name}.work"
         self.folder = self.work / "corpus"
-        self.fingerprint = tokenizer.fingerprint()
+        # The end id is in every document, and no part of the tokenizer's fingerprint.
+        self.fingerprint = f"{tokenizer.fingerprint()}-{tokenizer.eod_id}"
         self.units = plan_units(files, settings.document)
         self.engine = "tokenizers"
 
     def run(self) -> dict:
+        # Finished already?
         key = self._key()
         if os.path.lexists(self.out):
             return self._already(key)
         for name in ("units", "shards", "corpus"):
             (self.work / name).mkdir(parents=True, exist_ok=True)
-        differed = self.work / "gigatoken-differed"  # a build that goes on knows it
+        # Choose the engine, and tokenize.
+        differed = self.work / "gigatoken-differed"  # for a build that continues
         if not differed.exists():
             wanted = self.settings.engine
             self.engine, note = choose_engine(self.tokenizer, wanted, self._sample())
@@ -115,10 +124,11 @@ class _Build:
         try:
             tasks = self._run_units()
         except EngineDiffers as difference:
-            self.log(f"gigatoken gives other ids for {str(difference)!r}; starting with tokenizers")
+            self.log(f"gigatoken gives other ids for {str(difference)!r}; using tokenizers")
             differed.touch()
             self.engine = "tokenizers"
             tasks = self._run_units()
+        # Check that the input did not change, and choose the documents.
         done = _done(tasks)
         hashes = self._hash_inputs()
         check_unchanged(self.files)
@@ -128,6 +138,7 @@ class _Build:
             self.log("looking for duplicates")
             first = select_first(done, self.work / "first.bool")
         limit = hash_limit(self.settings.valid_fraction)
+        # Write the shards, and the manifest last.
         shards, by_file = self._plan(done, Selection(first, limit, held))
         _check_splits(by_file, done, self.settings)
         self._run_shards(shards)
@@ -169,7 +180,7 @@ class _Build:
         held = self.settings.held_out
         settings = asdict(replace(self.settings, engine="auto", held_out=None))
         if self.settings.shuffle is None:
-            del settings["shuffle"]  # as it was before there was such a knob
+            del settings["shuffle"]  # builds from before this knob keep their key
         what = [
             Unit(tuple(self.files)).identity(),
             settings,
@@ -195,7 +206,7 @@ class _Build:
         return texts
 
     def _run_units(self) -> list[UnitTask]:
-        """Work on all units that are not finished; sweep what belongs to no unit of this build."""
+        """Work on all unfinished units; remove folders that belong to no unit of this build."""
         root, settings = self.work / "units", self.settings
         tasks = [
             UnitTask(unit, root / unit_key(unit, settings, self.fingerprint, self.engine), settings)
@@ -207,7 +218,7 @@ class _Build:
                 shutil.rmtree(folder)
         todo = [task for task in tasks if not task.folder.is_dir()]
         if len(todo) < len(tasks):
-            self.log(f"going on: {len(tasks) - len(todo)} of {len(tasks)} units are finished")
+            self.log(f"continuing: {len(tasks) - len(todo)} of {len(tasks)} units are finished")
         bad = sum(_bad(read_summary(t.folder)) for t in tasks if t.folder.is_dir())
         self._check_bad(bad)
 
@@ -296,7 +307,7 @@ class _Build:
         return found if found["key"] == shard.key else None
 
     def _hash_inputs(self) -> dict[str, str]:
-        """xxh3-128 of every input file, by name; remembered for a build that goes on."""
+        """xxh3-128 of every input file, by name; kept on disk for a build that continues."""
         path = self.work / "hashes.jsonl"
         known = {}
         if path.is_file():
@@ -304,7 +315,7 @@ class _Build:
                 try:
                     name, size, mtime_ns, digest = json.loads(line)
                 except ValueError:
-                    continue  # the line that a kill cut
+                    continue  # a line that was torn by a kill
                 known[name, size, mtime_ns] = digest
         hashes = {}
         with open(path, "a") as file:
@@ -328,7 +339,7 @@ def _refuse_inside(source: str, out: Path) -> None:
 
 
 def _check_before(files, tokenizer: TextTokenizer, settings: Settings) -> None:
-    """Everything that can be known to be wrong before any text is read."""
+    """Raises UserError with everything that is known to be wrong before any text is read."""
     problems = []
     for file in files:
         try:
@@ -344,7 +355,7 @@ def _check_before(files, tokenizer: TextTokenizer, settings: Settings) -> None:
 
 
 def _done(tasks: list[UnitTask]) -> list[Done]:
-    """Finished units with what lies before them."""
+    """Finished units with the number of documents and rows before them."""
     done, first, rows, previous = [], 0, 0, None
     for task in tasks:
         summary, file = read_summary(task.folder), task.unit.files[0]

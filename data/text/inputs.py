@@ -1,25 +1,23 @@
-"""Text inputs of a corpus: which files, in which order, of what kind, and the units of work they
-are cut into.
+"""The input files of a corpus: their order, their kind, and whether they are packed.
 
-    path, glob or folder --find--> files in numeric order of their names --plan--> units
-    .jsonl .ndjson .json [.gz .zst] | .parquet | .txt .text [.gz .zst] | a folder made by `datasets`
+    path, glob or folder --find--> files in numeric order of their names
+    .jsonl .ndjson .json .txt .text, each also with .gz .zst .xz .bz2 | .parquet
+    | a folder made by `datasets`
 
-Its one rule: files, order and units follow from the input alone, never from the number of workers
-or the order in which a file system lists names. What is not understood is refused, not passed over.
+Rule: the files and their order follow from the input alone, never from the order in which a file
+system lists names. A file of an unknown kind is refused, not passed over.
 
 Units: bytes; rows count from 0 (Parquet, datasets), lines from 1.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from base.errors import UserError
 
@@ -31,13 +29,15 @@ KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-# How packed files begin: a .zst also with a frame that is passed over, as pzstd writes it.
-PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+# First bytes of packed files. A .zst may also begin with a skippable frame, as pzstd writes it.
+PACKED = {
+    ".gz": rb"\x1f\x8b",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".bz2": rb"BZh[1-9]",
+}
+LFS_POINTER = b"version https://git-lfs."
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
-UNIT_BYTES = 16 << 20
-MOST_UNITS = 8192  # beyond it units grow, so that the work folder stays small
-UNIT_FILES = 1000
-UNIT_ROWS = 16384
 ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
 MOST_SHOWN = 5
 
@@ -54,40 +54,15 @@ class InputFile:
     mtime_ns: int
 
     def place(self, row: int) -> str:
-        """Where a row is, for a person: path:line, or path and row."""
+        """Place of a row for a person: path:line, or path and row."""
         return f"{self.path}:{row}" if self.kind in ("jsonl", "text") else f"{self.path} row {row}"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one worker reads at a time: whole files, or one file's bytes (jsonl, lines of text), row
-    groups (parquet) or rows (dataset) from start to stop.
-    """
-
-    files: tuple[InputFile, ...]
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return self.stop - self.start if self.is_range else sum(file.bytes for file in self.files)
-
-    @property
-    def is_range(self) -> bool:
-        """Whether start and stop are bytes of one plain file."""
-        return self.stop > 0 and self.files[0].kind in ("jsonl", "text")
-
-    def identity(self) -> list:
-        """What makes two units the same work: names, sizes and times of files, and the range."""
-        files = [[f.name, f.kind, f.packed, f.bytes, f.mtime_ns] for f in self.files]
-        return [files, self.start, self.stop]
 
 
 def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
     """The files behind IN: a path, a glob, or several of them separated by blanks.
 
-    kind: taken for every file instead of its suffix. Raises UserError for nothing found, unknown
-    kinds, one file twice, packed files that are not what their name says.
+    kind: used for every file instead of its suffix. Raises UserError where nothing is found, and
+    for an unknown kind, one file under two names, a packed file that does not match its suffix.
     """
     problems, found = [], []
     for part in parts_of(text):
@@ -120,49 +95,28 @@ def numeric(name: str) -> list:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether `datasets` saved this folder."""
+    """True for a folder that `datasets` saved."""
     return (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
 
 
+@functools.lru_cache(maxsize=8)
+def open_dataset(path: Path):
+    """A data set that `datasets` saved, mapped into memory."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise UserError(f"{path}: `datasets` cannot open it: {error}") from None
+
+
 def parts_of(text: str) -> list[str]:
-    """The paths and globs in IN: all of it, where that is one with blanks, else its words."""
+    """The paths and globs in IN: the whole text where it names a file, else its words."""
     return [text] if os.path.lexists(text) or glob.glob(text, recursive=True) else text.split()
 
 
-def plan_units(files: list[InputFile], document: str) -> list[Unit]:
-    """Cut the input into units, in input order. document: how text files are cut (see
-    `data.text.reading`).
-    """
-    total = sum(file.bytes for file in files)
-    size = UNIT_BYTES * max(1, -(-total // (UNIT_BYTES * MOST_UNITS)))
-    units, group = [], []
-    for file in files:
-        is_whole = file.kind == "text" and document == "file"
-        is_full = len(group) >= UNIT_FILES or sum(f.bytes for f in group) + file.bytes > size
-        if group and (not is_whole or is_full):
-            units.append(Unit(tuple(group)))
-            group = []
-        if is_whole:
-            group.append(file)
-        elif file.packed or (file.kind == "text" and document != "line"):
-            units.append(Unit((file,)))
-        elif file.kind == "parquet":
-            units += _row_groups(file, size)
-        elif file.kind == "dataset":
-            rows = _dataset_rows(file)
-            units += [
-                Unit((file,), low, min(low + UNIT_ROWS, rows)) for low in range(0, rows, UNIT_ROWS)
-            ] or [Unit((file,))]
-        else:
-            units += [
-                Unit((file,), low, min(low + size, file.bytes))
-                for low in range(0, file.bytes, size)
-            ] or [Unit((file,))]
-    return units + ([Unit(tuple(group))] if group else [])
-
-
 def check_unchanged(files: list[InputFile]) -> None:
-    """Raises UserError where a file is no longer what it was when the build began."""
+    """Refuse files that changed since the build began. Raises UserError."""
     problems = []
     for file in files:
         try:
@@ -184,7 +138,7 @@ def _expand(text: str, kind: str | None) -> list[Path]:
     if not found:
         raise UserError(f"IN={text}: there is no such file; name a file, a folder or a quoted glob")
     paths: list[Path] = []
-    for path in map(Path, found):  # a folder that a glob finds means what it means by its name
+    for path in map(Path, found):  # a folder that a glob finds is read like a folder given by name
         paths += _walk(path, kind) if path.is_dir() and not is_dataset(path) else [path]
     return list(dict.fromkeys(paths))  # a folder and what lies in it: `**`
 
@@ -222,7 +176,7 @@ def _walk(folder: Path, kind: str | None) -> list[Path]:
             *_few(
                 [
                     f"{text}; name what is to be read by a glob, as in IN='{folder}/*.jsonl'"
-                    f" (known: {' '.join(KINDS)}), or say kind=text"
+                    f" (known: {' '.join(KINDS)}), or give kind=text"
                     for text in sorted(strange)
                 ]
             )
@@ -245,17 +199,21 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
     if kind is None:
         raise UserError(
             f"{path}: is of an unknown kind (known: {' '.join(KINDS)}, with {' '.join(PACKED)}); "
-            "say which: OVERRIDES=kind=jsonl, kind=text or kind=parquet"
+            "give its kind: OVERRIDES=kind=jsonl, kind=text or kind=parquet"
         )
     try:
         with open(path, "rb") as file:
-            first = file.read(4)
+            first = file.read(64)
         size, mtime_ns = _size_and_time(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if first.startswith(LFS_POINTER):
+        raise UserError(
+            f"{path}: is a Git LFS pointer, not the file itself; fetch it: git lfs pull"
+        )
     if packed and first and not re.match(PACKED[packed], first):
         raise UserError(
-            f"{path}: is named {packed} but begins with {first!r}; rename it to what it is"
+            f"{path}: is named {packed} but begins with {first[:4]!r}; rename it to what it is"
         )
     if not packed and kind in ("jsonl", "text"):
         for other, magic in PACKED.items():
@@ -289,29 +247,6 @@ def _twice(paths: list[Path]) -> list[str]:
             problems.append(f"{path}: is the same file as {seen[key]}; name it once")
         seen.setdefault(key, path)
     return problems
-
-
-def _row_groups(file: InputFile, size: int) -> list[Unit]:
-    try:
-        metadata = pq.ParquetFile(file.path).metadata
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{file.path}: is no whole Parquet file: {error}") from None
-    units, start, held = [], 0, 0
-    for group in range(metadata.num_row_groups):
-        columns = range(metadata.num_columns)
-        held += sum(metadata.row_group(group).column(c).total_compressed_size for c in columns)
-        if held >= size:
-            units.append(Unit((file,), start, group + 1))
-            start, held = group + 1, 0
-    if start < metadata.num_row_groups or not units:
-        units.append(Unit((file,), start, metadata.num_row_groups))
-    return units
-
-
-def _dataset_rows(file: InputFile) -> int:
-    from data.text.reading import open_dataset
-
-    return len(open_dataset(file.path))
 
 
 def _few(problems: list[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""Where each document came from: `<shard>.docs.parquet` beside each shard, which Megatron ignores.
+"""The origin of each document: `<shard>.docs.parquet` beside each shard, which Megatron ignores.
 
     document (number in the split) | split | source | row | byte_offset | bytes | id | chars | ...
 
-Its one rule: row r of a shard's file is document r of the shard, in row groups of `GROUP_ROWS`, so
-that one document is found by arithmetic and one row group.
+Rule: row r of a shard's file is document r of the shard, in row groups of `GROUP_ROWS`, so that a
+document is found by arithmetic and one row group.
 
 Units: row is the line from 1 (JSON lines, text) or the row from 0 (Parquet, datasets); byte_offset
 counts in the unpacked file and is null where there is none; tokens include the end id.

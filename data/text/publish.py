@@ -1,10 +1,9 @@
-"""The last files of a corpus made from text: what became of each input, lines put aside, the
-manifest.
+"""The last files of a corpus made from text: counts of each input, lines put aside, the manifest.
 
     corpus/  inputs.jsonl (a line for each input: size, hash, counts)  quarantine.jsonl  tokenizer/
 
-Its one rule: what says how the corpus came to be is part of its identity; what may differ between
-equal builds (versions, the engine, hashes of side files) stands under `made_with`.
+Rule: the fields that record the origin of the corpus are part of its identity; fields that may
+differ between equal builds (versions, the engine, hashes of side files) stand under `made_with`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ INPUTS, QUARANTINE = "inputs.jsonl", "quarantine.jsonl"
 
 @dataclass(frozen=True)
 class Made:
-    """Everything that was made of the input."""
+    """Everything that a build made from the input."""
 
     files: Sequence[InputFile]
     units: Sequence[Done]
@@ -54,11 +53,12 @@ def write_fields(
     not_found: int,
     volatile: Mapping,
 ) -> dict:
-    """Write what is not a shard, the manifest last, and return it.
+    """Write the files that are not shards, the manifest last, and return the manifest.
 
-    hashes: of the inputs by name; not_found: entries of the held-out file without a text in the
-    input; volatile: what may differ between equal builds.
+    hashes: of the inputs by name; not_found: number of entries of the held-out file without a text
+    in the input; volatile: fields that may differ between equal builds.
     """
+    # Side files, quarantine, inputs, tokenizer.
     done, shards, entries = made.units, made.shards, made.entries
     inputs = _input_lines(made, hashes)
     counts: Counter = Counter()
@@ -70,6 +70,7 @@ def write_fields(
     tokenizer.save(folder / "tokenizer")
     sync_folder(folder / "tokenizer")
     longest = [summary["longest"] for summary in summaries(done) if summary["longest"]]
+    # The manifest.
     fields = {
         "name": "text",
         "source": f"{len(made.files)} files",
@@ -134,7 +135,7 @@ def _held_out(settings: Settings, not_found: int) -> dict:
 
 
 def summaries(done: list[Done]) -> Iterator[dict]:
-    """What each unit found, its longest document by the row of the whole file."""
+    """The summary of each unit; the row of its longest document counts in the whole file."""
     for unit in done:
         summary = read_summary(unit.folder)
         if summary["longest"]:
@@ -143,7 +144,7 @@ def summaries(done: list[Done]) -> Iterator[dict]:
 
 
 def _input_lines(made: Made, hashes: Mapping[str, str]) -> list[dict]:
-    """One line for each input file: what it is and what became of it."""
+    """One line for each input file: kind, size, hash, counts."""
     counts: dict[str, Counter] = {file.name: Counter() for file in made.files}
     for summary in summaries(made.units):
         for name, some in zip(summary["files"], summary["counts"], strict=True):

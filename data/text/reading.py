@@ -3,9 +3,9 @@
     bytes -> lines -> JSON -> text        Parquet, datasets -> column of bytes -> text
     text file -> whole, or cut at blank lines, lines, or a delimiter
 
-Its one rule: a record is a text or a stated problem, with its place; nothing is passed over. Lines
-end at byte 0x0A and nowhere else (one 0x0D before it is removed). A damaged file (cut, not what its
-name says) is never a bad line: it stops the build.
+Rule: a record is a text or a stated problem, with its place; nothing is passed over. Lines end at
+byte 0x0A and nowhere else (one 0x0D before it is removed). A damaged file (cut, or not of the kind
+that its name states) is never a bad line: it stops the build.
 
 Units: rows count from 0, lines from 1 within a unit (the caller adds the lines before it), byte
 offsets from the start of the (unpacked) file.
@@ -13,10 +13,14 @@ offsets from the start of the (unpacked) file.
 
 from __future__ import annotations
 
+import bz2
+import decimal
 import functools
 import gzip
 import io
 import json
+import lzma
+import shlex
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,36 +32,44 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from base.errors import UserError
-from data.text.inputs import InputFile, Unit
+from data.text.inputs import InputFile, open_dataset
 from data.text.settings import Settings
+from data.text.unit_plan import Unit
 
 BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 30  # a line or document beyond it is a file without line ends, not text
 BATCH_ROWS = 256
 BOM = b"\xef\xbb\xbf"
+UNPACKERS = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+}
+LONG_WINDOW = "requires too much memory"  # the error of zstd's own library, whose limit is 128 MiB
 
-Advance = Callable[[int], None]  # told how many bytes of the input have been read since last time
+Advance = Callable[[int], None]  # takes the bytes of the input that were read since the last call
 
 
 @dataclass(slots=True)
-class Record:
-    """One row of the input. data is None where there is a problem (reason, what is wrong) or, with
-    no problem, where the line is blank."""
+class InputRecord:
+    """One row of the input.
+
+    data is None for a blank line, and where there is a problem: (reason, description).
+    """
 
     source: int  # which file of the unit
     row: int
-    offset: int | None = None  # byte where it starts, None where there is no such thing
+    offset: int | None = None  # of its first byte; None in tables
     size: int = 0  # bytes
     data: str | bytes | None = None
     id: str | None = None
     is_replaced: bool = False  # U+FFFD stands for bytes that were not UTF-8
     problem: tuple[str, str] | None = None
-    raw: bytes = b""  # what is put aside when there is a problem
+    raw: bytes = b""  # the bytes that are put aside where there is a problem
 
 
-def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
-    """Records of a unit in order. Raises UserError for a file that is damaged or lacks the
-    column."""
+def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
+    """Records of a unit in order. Raises UserError for a damaged file."""
     if unit.files[0].kind == "text" and settings.document == "file":
         for number, file in enumerate(unit.files):
             with _damage(file):
@@ -77,7 +89,7 @@ def read_unit(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Reco
 
 
 def check_columns(file: InputFile, settings: Settings) -> None:
-    """Raises UserError where a table lacks the columns of the settings or they hold no text."""
+    """Refuse a table without the columns of the settings, or with no text in them: UserError."""
     if file.kind == "parquet":
         with _damage(file):
             schema = pq.read_schema(file.path)
@@ -103,25 +115,14 @@ def check_columns(file: InputFile, settings: Settings) -> None:
             )
 
 
-@functools.lru_cache(maxsize=8)
-def open_dataset(path: Path):
-    """A data set that `datasets` saved, mapped into memory."""
-    import datasets
-
-    try:
-        return datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise UserError(f"{path}: `datasets` cannot open it: {error}") from None
-
-
 @contextmanager
 def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The unpacked bytes of a file, and a function that says how far the file itself was read."""
+    """The unpacked bytes of a file, and a function for the number of bytes read of the file."""
     with open(file.path, "rb", buffering=BLOCK_BYTES) as raw:
         if not file.packed or not file.bytes:
             yield raw, raw.tell
-        elif file.packed == ".gz":
-            with gzip.GzipFile(fileobj=raw) as plain:
+        elif file.packed in UNPACKERS:
+            with UNPACKERS[file.packed](raw) as plain:
                 yield io.BufferedReader(plain, BLOCK_BYTES), raw.tell
         else:
             stream = pa.PythonFile(raw, mode="r")
@@ -132,8 +133,8 @@ def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """(offset, line with its end) of the lines that start in the bytes [start, stop).
 
-    A line beyond MOST_LINE_BYTES is handed out as its first bytes, one too many, and the rest is
-    passed.
+    Of a line beyond MOST_LINE_BYTES the first MOST_LINE_BYTES + 1 bytes are handed out, the rest is
+    passed over.
     """
     at = start
     if start:
@@ -150,7 +151,7 @@ def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[i
             return
         yield at, line
         at += len(line)
-        while line and not line.endswith(b"\n"):  # what is left of a line that was too long
+        while line and not line.endswith(b"\n"):  # the rest of a line that was too long
             line = stream.readline(BLOCK_BYTES)
             at += len(line)
 
@@ -158,7 +159,7 @@ def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[i
 def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
     """(text, id) of one JSON line. Raises BadLine with the reason."""
     try:
-        found = json.loads(line)
+        found = load_json(line)
         if line.count(_quoted(settings.text)) > 1:
             _refuse_repeated(line, settings.text)
     except (ValueError, RecursionError) as error:
@@ -176,17 +177,30 @@ def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
     return text, _id(found.get(settings.id)) if settings.id else None
 
 
+def load_json(line: str):
+    """The value of a JSON text, with integers of any length. Raises ValueError, RecursionError.
+
+    Python refuses to convert an integer of more than 4,300 digits; a longer one becomes a Decimal.
+    """
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(line, parse_int=decimal.Decimal)
+
+
 class BadLine(Exception):
-    """Why a line gives no text: (reason, what is wrong)."""
+    """A line gives no text. Arguments: (reason, description)."""
 
 
-def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
-    file, told = unit.files[0], 0
+def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
+    file, reported = unit.files[0], 0
     stop = unit.stop if unit.is_range else None
     with opened(file) as (stream, tell):
         number = 0
         for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
-            record = Record(0, number, offset, len(line))
+            record = InputRecord(0, number, offset, len(line))
             text = line.removeprefix(BOM) if offset == 0 else line
             try:
                 if len(line) > MOST_LINE_BYTES:
@@ -203,31 +217,33 @@ def _json_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[
                 record.problem, record.raw = (error.args[0], error.args[1]), line
             yield record
             read = min(offset + len(line) - unit.start, unit.bytes) if unit.is_range else tell()
-            if read - told >= BLOCK_BYTES:
-                advance(read - told)
-                told = read
-    advance(unit.bytes - told)
+            if read - reported >= BLOCK_BYTES:
+                advance(read - reported)
+                reported = read
+    advance(unit.bytes - reported)
 
 
-def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[Record]:
-    """Documents of a text file by lines, blank lines or a delimiter; row is the line of the
-    start."""
-    file, told = unit.files[0], 0
+def _text_records(unit: Unit, rule: str, advance: Advance) -> Iterator[InputRecord]:
+    """Documents of a text file, cut at lines, blank lines or a delimiter.
+
+    row: the line at which the document starts.
+    """
+    file, reported = unit.files[0], 0
     stop = unit.stop if unit.is_range else None
     delimiter = None if rule in ("line", "blank") else rule.encode()
     with opened(file) as (stream, tell):
         if rule == "line":
             for number, (offset, line) in enumerate(lines_in(stream, unit.start, stop), start=1):
                 text = line.removesuffix(b"\n").removesuffix(b"\r")
-                yield _limited(Record(0, number, offset, len(line), text))
+                yield _limited(InputRecord(0, number, offset, len(line), text))
         else:
             parts = _blocks_of_lines(stream) if delimiter is None else _cut(stream, delimiter)
             for row, offset, text in parts:
-                yield _limited(Record(0, row, offset, len(text), text))
-                if tell() - told >= BLOCK_BYTES and not unit.is_range:
-                    advance(tell() - told)
-                    told = tell()
-    advance(unit.bytes - told)
+                yield _limited(InputRecord(0, row, offset, len(text), text))
+                if tell() - reported >= BLOCK_BYTES and not unit.is_range:
+                    advance(tell() - reported)
+                    reported = tell()
+    advance(unit.bytes - reported)
 
 
 def _blocks_of_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -264,7 +280,7 @@ def _cut(stream: BinaryIO, delimiter: bytes) -> Iterator[tuple[int, int, bytes]]
             row, offset, held = row + held.count(b"\n"), offset + len(held), b""
 
 
-def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
     file = unit.files[0]
     with pq.ParquetFile(file.path, memory_map=True) as table:
         metadata = table.metadata
@@ -274,14 +290,14 @@ def _parquet_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
         columns = [settings.text, *([settings.id] if settings.id else [])]
         rows = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
         for batch in rows if groups else []:
-            # By name: columns come in the file's order, not in that asked for.
+            # By name: columns come in the order of the file, not of the request.
             text = batch.column(batch.schema.get_field_index(settings.text))
             yield from _rows(text, _ids(batch, settings), row, settings.text)
             row += len(batch)
             advance(int(len(batch) * share))
 
 
-def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[Record]:
+def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterator[InputRecord]:
     file = unit.files[0]
     columns = [settings.text, *([settings.id] if settings.id else [])]
     table = open_dataset(file.path).select_columns(columns).with_format("arrow")
@@ -294,13 +310,13 @@ def _dataset_records(unit: Unit, settings: Settings, advance: Advance) -> Iterat
         advance(int((high - low) * share))
 
 
-def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[Record]:
-    """Records of a column; text is taken as bytes, so that what is not UTF-8 meets our own rule."""
+def _rows(column: pa.Array, ids: list, row: int, name: str) -> Iterator[InputRecord]:
+    """Records of a column. Text is read as bytes, so that bad UTF-8 is treated by our own rule."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     is_large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     for number, data in enumerate(column.cast(pa.large_binary() if is_large else pa.binary())):
-        record = Record(0, row + number, id=ids[number], data=data.as_py())
+        record = InputRecord(0, row + number, id=ids[number], data=data.as_py())
         if record.data is None:
             record.problem = ("null_text", f"column {name!r} is null")
         yield _limited(record)
@@ -313,14 +329,14 @@ def _ids(batch, settings: Settings) -> list:
     return [_id(value) for value in column.to_pylist()]
 
 
-def _whole(number: int, file: InputFile) -> Record:
+def _whole(number: int, file: InputFile) -> InputRecord:
     """A text file as one document."""
     with opened(file) as (stream, _):
         data = stream.read(MOST_LINE_BYTES + 1)
-    return _limited(Record(number, 1, 0, len(data), data))
+    return _limited(InputRecord(number, 1, 0, len(data), data))
 
 
-def _limited(record: Record) -> Record:
+def _limited(record: InputRecord) -> InputRecord:
     if record.data is not None and len(record.data) > MOST_LINE_BYTES:
         record.problem = ("too_long_line", f"is longer than {MOST_LINE_BYTES} bytes: cut it")
         record.raw, record.data = record.data, None
@@ -329,16 +345,28 @@ def _limited(record: Record) -> Record:
 
 @contextmanager
 def _damage(file: InputFile) -> Iterator[None]:
-    """What a damaged file raises, with its name."""
+    """Turn the errors of a damaged file into a UserError with its name."""
     try:
         yield
     except UserError:
         raise
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+        if LONG_WINDOW in str(error):
+            raise UserError(
+                f"{file.path}: is packed with a window of more than 128 MiB, which cannot be read"
+                f" here; pack it again: zstd -d --long=31 -c {shlex.quote(str(file.path))} |"
+                f" zstd -o {shlex.quote(str(_repacked(file.path)))}"
+            ) from None
         raise UserError(
             f"{file.path}: cannot be read to its end: {error}; it is cut or damaged: restore it "
             "from a copy"
         ) from None
+
+
+def _repacked(path: Path) -> Path:
+    """Name for a file that is packed again: x.jsonl.zst -> x.short.jsonl.zst."""
+    stem, *suffixes = path.name.split(".")
+    return path.with_name(".".join([stem, "short", *suffixes]))
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -354,7 +382,7 @@ def _refuse_repeated(decoded: str, name: str) -> None:
             raise ValueError(f"field {name!r} appears more than once in one object")
         return dict(found)
 
-    json.loads(decoded, object_pairs_hook=pairs)
+    json.loads(decoded, object_pairs_hook=pairs, parse_int=decimal.Decimal)
 
 
 @functools.cache
@@ -363,7 +391,7 @@ def _quoted(name: str) -> str:
 
 
 def _decoded(line: bytes, settings: Settings) -> tuple[str, bool]:
-    """(text of a line, whether bytes were replaced)."""
+    """(text of a line, True where bytes were replaced)."""
     try:
         return line.decode("utf-8"), False
     except UnicodeDecodeError as error:
@@ -383,5 +411,5 @@ def _id(value) -> str | None:
 def _name(value) -> str:
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     text = kinds.get(type(value)) or ("nothing" if value is None else "a number")
-    shown = json.dumps(value)
+    shown = json.dumps(value, default=str)
     return f"{text} ({shown[:40]}{'...' if len(shown) > 40 else ''})"

@@ -1,7 +1,7 @@
-"""The knobs of `make corpus`: what becomes of the text of the inputs.
+"""The knobs of `make corpus`: how the text of the inputs is treated.
 
-Its one rule: every knob but those of `NOT_IDENTITY` is part of the corpus's identity; the same
-input under other settings is another corpus. Written as OVERRIDES="knob=value ...".
+Rule: every knob but `engine` is part of the corpus's identity; the same input under other settings
+is another corpus. Written as OVERRIDES="knob=value ...".
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Documents in a random order: `make corpus ... OVERRIDES=shuffle=7`, for inputs that are sorted.
 
     kept documents --keyed permutation--> position --> one file of rows a shard
-    shard: its rows by position --> ids and origin from wherever they lie in the units
+    shard: its rows by position --> ids and origin from their places in the units
 
-Its one rule: the order is the permutation of `order.py` over all kept documents of a split, keyed
-by the seed and the split's name: a function of the input and the settings, like every corpus.
+Rule: the order is the permutation of `order.py` over all kept documents of a split, keyed by the
+seed and the split's name: a function of the input and the settings, like every corpus.
 
 Costs: 40 bytes a document on disk while it works; a shard in memory for each worker. Shards are cut
 by number of documents, so that they hold `shard_mib` on average.
@@ -50,7 +50,7 @@ def plan_shuffled(
     seed: int,
     folder: Path,
 ) -> tuple[list[ShardTask], dict[str, Counter]]:
-    """As `plan_shards`, with the documents in the order of the seed; `folder` takes the rows."""
+    """Like `plan_shards`, with the documents in the order of the seed. folder: for the rows."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     by_file: dict[str, Counter] = {name: Counter() for unit in units for name in unit.files}

@@ -1,14 +1,14 @@
-"""A tokenizer of your own: `make tokenizer IN= VOCAB= OUT=`. Byte-level BPE, deterministic.
+"""Training a tokenizer: `make tokenizer IN= VOCAB= OUT=`. Byte-level BPE, deterministic.
 
-Its one rule: it learns from the same documents that a corpus of the same input and settings trains
-on; what is held out there by hash is held out here too. Of inputs beyond `MOST_BYTES` it takes a
-share of the documents, by hash, and says so.
+Rule: it learns from the same documents that a corpus of the same input and settings trains on;
+documents held out there by hash are held out here too. From inputs beyond `MOST_BYTES` it takes a
+share of the documents, by hash, and logs the share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -16,19 +16,20 @@ from base.errors import UserError
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.documents import Document, clean_text
 from data.corpus.tokenizer import TextTokenizer, train_bpe
-from data.text.inputs import InputFile, find_inputs, plan_units
+from data.text.inputs import InputFile, find_inputs
 from data.text.reading import check_columns, read_unit
 from data.text.settings import Settings
+from data.text.unit_plan import plan_units
 from data.text.workers import progress_bar
 
-MOST_BYTES = 1 << 30  # of input: words are counted in memory
+MOST_BYTES = 1 << 30  # of input; the trainer counts words in memory
 LEAST_VOCAB, MOST_VOCAB = 257, 1 << 24  # 256 bytes and the end token
 
 
 def training_texts(files: list[InputFile], settings: Settings, share: float) -> Iterator[str]:
     """Cleaned texts of the documents that are not held out, the given share of them by hash.
 
-    Raises UserError at a bad line unless max_bad allows for it; such lines are passed.
+    Bad lines are passed over up to max_bad; beyond that UserError is raised.
     """
     low, bad = hash_limit(settings.valid_fraction), 0
     high = low + int(share * (2**64 - low))
@@ -53,7 +54,9 @@ def training_texts(files: list[InputFile], settings: Settings, share: float) -> 
                 yield text
 
 
-def train(source: str, vocab_size: int, settings: Settings, log) -> TextTokenizer:
+def train(
+    source: str, vocab_size: int, settings: Settings, log: Callable[[str], None]
+) -> TextTokenizer:
     """Train on the inputs behind `source`. Raises UserError."""
     if not LEAST_VOCAB <= vocab_size <= MOST_VOCAB:
         raise UserError(f"VOCAB={vocab_size}: is not in {LEAST_VOCAB} to {MOST_VOCAB}")
@@ -79,5 +82,5 @@ def train(source: str, vocab_size: int, settings: Settings, log) -> TextTokenize
         raise UserError(f"IN={source}: holds no text to learn from")
     log(f"learned from {texts:,} documents, {chars:,} characters: {tokenizer.vocab_size:,} tokens")
     if tokenizer.vocab_size < vocab_size:
-        log(f"the text has no more than {tokenizer.vocab_size} of the {vocab_size} asked for")
+        log(f"the text gives only {tokenizer.vocab_size} of the {vocab_size} tokens asked for")
     return tokenizer

@@ -1,12 +1,12 @@
-"""The work on one unit of the input, in any process: read, clean, filter, tokenize, put on disk.
+"""The work on one unit of the input, in any process: read, clean, filter, tokenize, write to disk.
 
     units/<key>/  ids.bin        tokens of all kept documents, back to back, in the corpus's type
                   docs.arrow     one row a document: place, sizes, digest, hash
                   bad.jsonl      lines put aside
                   unit.json      counts by file; written last
 
-Its one rule: what lies under <key> depends on the unit and the settings in the key alone; a folder
-without the `.tmp` is complete, so a build that was killed goes on after it.
+Rule: the content under <key> depends on the unit and the settings in the key alone. A folder
+without the `.tmp` is complete, so a build that was killed continues after it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from data.corpus.documents import Document, clean_text
 from data.corpus.indexed import token_dtype
 from data.corpus.tokenizer import library_version
 from data.text.encoding import Encoder
-from data.text.inputs import InputFile, Unit
-from data.text.reading import Advance, Record, read_unit
+from data.text.inputs import InputFile
+from data.text.reading import Advance, InputRecord, read_unit
 from data.text.settings import Settings
+from data.text.unit_plan import Unit
 
 BATCH_CHARS = 1 << 20
-MOST_RAW_BYTES = 1 << 20  # of a bad line that is put aside; a longer one is cut, and says so
+MOST_RAW_BYTES = 1 << 20  # of a bad line that is put aside; `bytes` tells where one was cut
 FORMAT = "unit-1"
 
 SCHEMA = pa.schema(
@@ -53,7 +54,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class UnitTask:
-    """One unit and where its result goes."""
+    """One unit, its settings, and the folder for its result."""
 
     unit: Unit
     folder: Path
@@ -68,8 +69,9 @@ def unit_key(unit: Unit, settings: Settings, fingerprint: str, engine: str) -> s
 
 
 def build_unit(task: UnitTask, encoder: Encoder, advance: Advance) -> None:
-    """Do the work and publish its folder. Raises UserError for damage, and for the first bad line
-    where none is allowed.
+    """Do the work on one unit and publish its folder.
+
+    Raises UserError for damage, and for the first bad line where none is allowed.
     """
     temporary = task.folder.with_name(f"{task.folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -104,7 +106,7 @@ class _Output:
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._counts = [Counter() for _ in self._files]
-        self._batch: list[tuple[Record, str]] = []
+        self._batch: list[tuple[InputRecord, str]] = []
         self._chars = self._rows = 0
         self._longest = None
         self._filters = task.settings.filters
@@ -120,8 +122,8 @@ class _Output:
         for one in (self._ids, self._bad, self._table, self._docs):
             one.close()
 
-    def add(self, record: Record) -> None:
-        """Take one record: into the batch, aside, or dropped; counted in each case."""
+    def add(self, record: InputRecord) -> None:
+        """Take one record: add it to the batch, put it aside, or drop it; count it in any case."""
         counts = self._counts[record.source]
         counts["rows"] += 1
         self._rows = record.row
@@ -149,7 +151,7 @@ class _Output:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 
-    def _add_text(self, record: Record, counts: Counter) -> None:
+    def _add_text(self, record: InputRecord, counts: Counter) -> None:
         data, file = record.data, self._files[record.source]
         if isinstance(data, bytes):
             try:
@@ -197,7 +199,7 @@ class _Output:
             self._table.write_batch(pa.record_batch(columns, schema=SCHEMA))
         self._batch, self._chars = [], 0
 
-    def _write(self, record: Record, text: str, ids, counts: Counter, columns: dict) -> None:
+    def _write(self, record: InputRecord, text: str, ids, counts: Counter, columns: dict) -> None:
         tokenizer, data = self._encoder.tokenizer, text.encode()
         whole = np.concatenate([self._begin, ids, self._end])
         if int(whole.max()) > np.iinfo(self._dtype).max:
@@ -227,7 +229,7 @@ class _Output:
         for name, value in zip(columns, row, strict=True):
             columns[name].append(value)
 
-    def _put_aside(self, record: Record, counts: Counter) -> None:
+    def _put_aside(self, record: InputRecord, counts: Counter) -> None:
         reason, detail = record.problem
         file = self._files[record.source]
         if self._settings.max_bad == 0:
@@ -256,14 +258,14 @@ class _Output:
 
 
 def lines_before(unit: Unit) -> int:
-    """How many lines end before a unit that begins inside a file."""
+    """Number of lines that end before a unit; above 0 where it begins inside a file."""
     if not unit.is_range or not unit.start:
         return 0
     return count_lines(unit.files[0], unit.start)
 
 
 def count_lines(file: InputFile, stop: int) -> int:
-    """Line ends in the first `stop` bytes, and the line that is cut there."""
+    """Number of lines in the first `stop` bytes, a line that is cut there included."""
     lines, last = 0, b""
     with open(file.path, "rb") as stream:
         while stop > 0 and (data := stream.read(min(1 << 20, stop))):

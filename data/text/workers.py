@@ -1,8 +1,8 @@
 """Tasks on several processes, with one progress bar.
 
-Its one rule: a failure is the one that the first task in order met, whatever the number of workers:
-tasks before it are waited for, those after it are broken off. No process outlives the one that
-started it.
+Rule: the error raised is that of the first failing task in order, for any number of workers: tasks
+before it are waited for, tasks after it are stopped. No worker outlives the process that started
+it.
 
 Progress is counted in bytes. Workers are started afresh (spawn), each with its own tokenizer.
 """
@@ -44,10 +44,10 @@ def run_tasks(
     engine: str = "tokenizers",
     on_done: Callable[[int, Any], None] = lambda number, result: None,
 ) -> None:
-    """work(task, encoder, advance) for every task, in order of tasks with one worker.
+    """Call work(task, encoder, advance) for every task; with one worker in order of the tasks.
 
-    on_done(number of the task, what work returned) is called in this process after each. Raises
-    what the first failing task raised; UserError where a worker was killed.
+    on_done(number of the task, result) is called in this process after each task. Raises the error
+    of the first failing task; UserError where a worker was killed.
     """
     if not tasks:
         return
@@ -88,7 +88,7 @@ def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
         while waiting or next_task < len(tasks):
             if failures and (not waiting or min(waiting.values()) > min(failures)):
                 break
-            # Not more than this are handed over at once, so few are begun in vain.
+            # Few tasks are submitted at once, so that few are begun in vain before a failure.
             while next_task < len(tasks) and len(waiting) <= workers and not failures:
                 waiting[pool.submit(_work, work, tasks[next_task])] = next_task
                 next_task += 1
@@ -103,7 +103,7 @@ def _run_pool(work, tasks, workers, bar, tokenizer, engine, on_done) -> None:
                     on_done(number, future.result())
                 else:
                     failures[number] = error
-    except BrokenProcessPool as error:  # of submit
+    except BrokenProcessPool as error:  # raised by submit
         failures[next_task] = error
     finally:
         if waiting:
@@ -126,9 +126,9 @@ def _work(work: Callable, task):
 
 
 def _start(given, engine: str, counter, stop) -> None:
-    """First thing in a worker: its tokenizer, its share of the progress, and its end."""
+    """Prepare a worker: its tokenizer, its progress counter, and its end with the parent."""
     global _encoder, _advance
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers for all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for all
     threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
     if given:
         _encoder = Encoder(TextTokenizer(*given), engine)

@@ -1,16 +1,16 @@
-"""Hosts: which, what they are like, how to start something there.
+"""Hosts: which ones a run uses, what they are like, how something is started there.
 
-agent.py                   On every host of a run: `python -m launch.hosts.agent`, which does
-carriers.py                How agents get onto hosts: ssh, pdsh, SLURM's srun, or simply a chi
-cluster.py                 Agents on many hosts as one thing: give them an order, hear what th
-facts.py                   What one host is like: the facts that the doctor compares
-fleet.py                   The hosts of a run between its attempts: who trains, who waits, who is
-hostfile.py                Which hosts a run gets: DeepSpeed's hostfile, its include and exclu
-judge.py                   What is wrong with a set of hosts, from the facts of each: pure fun
-link_speeds.py             Which link between hosts is slow, or which host all slow links shar
-network.py                 Addresses, interfaces and ports of this host
-place.py                   Where a run is to start, from the command line and the environment:
-preflight.py               Before step 0 of a run on several hosts: facts, judgement, and the
-spares.py                  Hosts that wait: looked at now and then beside the run, and told of
-variables.py               Which variables of the caller reach the ranks on other hosts
+agent.py          runs on every host: carries out one order of the launcher and reports
+carriers.py       starts agents on hosts: by ssh, pdsh or srun, or as a child process
+cluster.py        agents on many hosts as one thing: orders, messages, stop
+facts.py          gathers the facts of one host that the doctor compares
+fleet.py          the hosts of a run between its attempts: which ones train, wait or take over
+hostfile.py       reads hostfiles, include and exclude lists, and SLURM's node lists
+judge.py          judges a set of hosts by the facts of each
+link_speeds.py    finds slow links between hosts
+network.py        addresses, interfaces and ports of this host
+place.py          the place where a run starts: this machine, a hostfile, or a SLURM job
+preflight.py      examines the hosts before the first step, and finds the routes between them
+spares.py         examines spare hosts beside the run
+variables.py      chooses the variables that reach the ranks on other hosts
 """

@@ -1,16 +1,15 @@
-"""On every host of a run: `python -m launch.hosts.agent`, which does one thing it is told and
-reports.
+"""The agent of one host, `python -m launch.hosts.agent`: carries out one order and reports.
 
     standard input    one order as a line of JSON; then a line now and then; its end = stop
-    standard output   lines of JSON: {"node": 3, "say": "facts" | "way" | "line" | "end" | ...}
+    standard output   lines of JSON: {"node": 3, "kind": "facts" | "route" | "line" | "end" | ...}
 
-    facts    what this host is like                  (launch.hosts.facts, for the doctor)
-    reach    can the hosts reach the first one       (launch.hosts.network)
+    facts    gather the facts of this host           (launch.hosts.facts, for the doctor)
+    reach    test whether hosts reach the first one  (launch.hosts.network)
     ranks    start the ranks of this host            (launch.ranks.ranks)
 
-The one rule: nothing outlives the connection. When the launcher, its ssh or the network between
-goes away, standard input ends or falls silent, and the ranks are stopped. Orders come as data,
-never as arguments of a shell. Imports no torch.
+Rule: nothing outlives the connection. When the launcher, its ssh or the network between goes away,
+standard input ends or falls silent, and the ranks are stopped. Orders come as data, never as
+arguments of a shell. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,42 +33,43 @@ from base.cores import allow_open_files, usable
 from base.errors import UserError
 from base.paths import ROOT
 from launch.hosts import facts, network
-from launch.ranks.outcome import End
-from launch.ranks.ranks import Ranks, RunLogs, rank_variables
+from launch.ranks.rank_process import rank_variables
+from launch.ranks.ranks import RankListener, start_ranks
+from launch.ranks.run_logs import RunLogs
 from launch.ranks.watchdog import Hung
 from recipes.schema import Watch
+from record.attempts import RankEnd
 
-# The launcher says something every other second (launch.hosts.cluster), and so does an agent with
-# ranks.
-# Where the network between them is gone, the ranks end a little before the launcher counts this
-# host as lost and starts others in their place.
+# The launcher sends something every other second (launch.hosts.cluster), and so does an agent with
+# ranks. Where the network between them is gone, the ranks end a little before the launcher counts
+# this host as lost and starts others in their place.
 SILENCE_S, SILENT_SHARE = 300.0, 0.75
 PULSE_S = 2.0
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
-# Other launchers' words for the same things would contradict ours.
+# The same variables of another launcher would contradict ours.
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class Voice:
-    """The way back to the launcher. Whole lines, from any thread."""
+class Reporter:
+    """Sends messages to the launcher, as whole lines and from any thread."""
 
     def __init__(self, node: int):
-        self._node, self._health_monitor = node, threading.Lock()
-        # What a login prints without an end of line would swallow the first message.
+        self._node, self._lock = node, threading.Lock()
+        # A login that prints a text without an end of line would swallow the first message.
         sys.stdout.write("\n")
 
-    def log(self, what: str, **content: Any) -> None:
-        """Send one message; silently nothing once nobody listens."""
-        line = json.dumps({"node": self._node, "say": what, **content}) + "\n"
-        # Where nobody listens any more standard input ends too, which stops the ranks.
-        with contextlib.suppress(OSError, ValueError), self._health_monitor:
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one message. Nothing happens where nobody listens any more."""
+        line = json.dumps({"node": self._node, "kind": kind, **content}) + "\n"
+        # Standard input ends then, too, which stops the ranks.
+        with contextlib.suppress(OSError, ValueError), self._lock:
             sys.stdout.write(line)
             sys.stdout.flush()
 
 
-class Lifeline:
-    """Standard input after the order: words for `on`, blanks, the end.
+class InputListener:
+    """Reads standard input after the order: requests for `on`, blank lines, the end.
 
     {"stop": signal}   {"kill": true}   {"look": true}, {"hung": rank} (launch.ranks.inquiry)
     """
@@ -90,8 +90,8 @@ class Lifeline:
         for line in sys.stdin:
             self._heard = time.monotonic()
             if line.strip():
-                for word, content in json.loads(line).items():
-                    self.on[word](content)
+                for request, content in json.loads(line).items():
+                    self.on[request](content)
         self.on["stop"](signal.SIGTERM)
 
     def _time(self) -> None:
@@ -101,9 +101,7 @@ class Lifeline:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of `python -m launch.hosts.agent`; 0 where the order was carried out, whatever came of
-    it.
-    """
+    """Run `python -m launch.hosts.agent`; 0 where the order was carried out, also in vain."""
     parser = argparse.ArgumentParser(prog="python -m launch.hosts.agent")
     parser.add_argument("--node", required=True, help="number of this host, or: slurm")
     parser.add_argument("--order", help="the order in base64, where standard input cannot carry it")
@@ -112,61 +110,61 @@ def main(arguments: list[str]) -> int:
     node = int(os.environ["SLURM_NODEID"] if options.node == "slurm" else options.node)
     text = base64.b64decode(options.order).decode() if options.order else sys.stdin.readline()
     if not text.strip():
-        return 1  # the launcher went away before it said anything
+        return 1  # the launcher went away before it sent an order
     order = json.loads(text)
-    voice = Voice(node)
-    lifeline = Lifeline(has_pulse=not options.order)
+    reporter = Reporter(node)
+    listener = InputListener(has_pulse=not options.order)
     try:
-        ORDERS[order["do"]](order, node, voice, lifeline)
+        ORDERS[order["do"]](order, node, reporter, listener)
     except UserError as error:
-        voice.log("problem", problems=error.problems)
+        reporter.send("problem", problems=error.problems)
     except OSError as error:
-        voice.log("problem", problems=[f"{error}"])
-    voice.log("done")
+        reporter.send("problem", problems=[f"{error}"])
+    reporter.send("done")
     return 0
 
 
-def do_facts(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
-    """Say the time, then what the host is like."""
+def do_facts(order: dict[str, Any], node: int, reporter: Reporter, listener: InputListener) -> None:
+    """Send the time, then the facts of this host."""
     for _ in range(3):  # the least delayed one counts
-        voice.log("clock", time=time.time())
+        reporter.send("clock", time=time.time())
         time.sleep(0.02)
     environ = os.environ | order["environment"]
-    voice.log("facts", facts=facts.gather(ROOT, node, order["ask"], environ))
+    reporter.send("facts", facts=facts.gather(ROOT, node, order["ask"], environ))
 
 
-def do_reach(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
-    """The first host listens on the port of the run, the others call it by all its addresses."""
+def do_reach(order: dict[str, Any], node: int, reporter: Reporter, listener: InputListener) -> None:
+    """Listen on the port of the run (first host), or call it by all its addresses (the others)."""
     port, token, timeout_s = order["port"], order["token"], order["timeout_s"]
     if node == 0:
-        came = network.await_knocks(port, token, len(order["hosts"]) - 1, timeout_s)
-        ways = {who: dataclasses.asdict(way) for who, way in came.items()}
-        voice.log("came", ways=ways)
+        callers = network.await_callers(port, token, len(order["hosts"]) - 1, timeout_s)
+        routes = {who: dataclasses.asdict(route) for who, route in callers.items()}
+        reporter.send("callers", routes=routes)
     else:
-        way = network.knock(order["addresses"], port, token, str(node), timeout_s)
-        voice.log("way", way=way and dataclasses.asdict(way))
+        route = network.call(order["addresses"], port, token, str(node), timeout_s)
+        reporter.send("route", route=route and dataclasses.asdict(route))
 
 
-def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline) -> None:
-    """Run the ranks of this host and report lines of output and ends."""
+def do_ranks(order: dict[str, Any], node: int, reporter: Reporter, listener: InputListener) -> None:
+    """Run the ranks of this host; report their output and their ends."""
     here = order["hosts"][node]
     shown = set(order["shown"])  # ranks whose output a person sees
 
     def show(local: int, kind: str, line: bytes) -> None:
         rank = node * order["per_node"] + local
         if rank in shown:
-            voice.log("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
+            reporter.send("line", rank=rank, stream=kind, text=line.decode(errors="replace"))
 
-    def ended(end: End) -> None:
-        voice.log("end", end=dataclasses.asdict(end))
+    def ended(end: RankEnd) -> None:
+        reporter.send("end", end=dataclasses.asdict(end))
 
     def suspect(hung: Hung | None) -> None:
-        voice.log("suspect", hung=hung and dataclasses.asdict(hung))
+        reporter.send("suspect", hung=hung and dataclasses.asdict(hung))
 
     folder = order["run_folder"]
     if not os.access(ROOT / order["arguments"][0], os.R_OK) and order["arguments"][0] != "-m":
         raise UserError(f"{ROOT / order['arguments'][0]} cannot be read on {here['name']}")
-    ranks = Ranks(
+    ranks = start_ranks(
         [sys.executable, *order["arguments"]],
         environments(
             os.environ | order["environment"],
@@ -179,13 +177,11 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
             devices=here["devices"],
         ),
         ROOT,
-        show,
-        ended,
+        RankListener(show, ended, suspect if listener.has_pulse else None),
         RunLogs(ROOT / folder if folder else None),
-        limits=Watch(**order["limits"]) if order.get("limits") else None,
-        suspect=suspect if lifeline.has_pulse else None,
+        Watch(**order["limits"]) if order.get("limits") else None,
     )
-    lifeline.on = {
+    listener.on = {
         "stop": ranks.stop,
         "kill": lambda _: ranks.kill(),
         "look": lambda _: ranks.look(),
@@ -193,17 +189,17 @@ def do_ranks(order: dict[str, Any], node: int, voice: Voice, lifeline: Lifeline)
     }
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: ranks.stop(number))
-    if lifeline.has_pulse:
-        lifeline.silence_s = SILENT_SHARE * order["lost_s"]
-    threading.Thread(target=pulse, args=(voice,), daemon=True).start()
-    voice.log("started", host=socket.gethostname(), pid=os.getpid())
+    if listener.has_pulse:
+        listener.silence_s = SILENT_SHARE * order["lost_s"]
+    threading.Thread(target=pulse, args=(reporter,), daemon=True).start()
+    reporter.send("started", host=socket.gethostname(), pid=os.getpid())
     ranks.wait()
 
 
-def pulse(voice: Voice) -> None:
-    """Say now and then that this host is there."""
+def pulse(reporter: Reporter) -> None:
+    """Report every PULSE_S that this host is there."""
     while True:
-        voice.log("pulse")
+        reporter.send("pulse")
         time.sleep(PULSE_S)
 
 
@@ -218,7 +214,7 @@ def environments(
     interface: str | None = None,
     devices: list[int] | None = None,
 ) -> list[dict[str, str]]:
-    """The environment of each rank of this host. What the user set is kept."""
+    """The environment of each rank of this host. Variables that the user set are kept."""
     base = {
         name: value
         for name, value in environ.items()
@@ -250,8 +246,10 @@ def environments(
 
 
 def among(slots: list[int], shown: str | None) -> list[str]:
-    """The GPUs at `slots` of those that a host shows (CUDA_VISIBLE_DEVICES, as a batch system sets
-    it; None = all). Raises UserError."""
+    """The GPUs at `slots` of those that `shown` lists; raises UserError where one is missing.
+
+    `shown` is CUDA_VISIBLE_DEVICES, as a batch system sets it; None = all GPUs are visible.
+    """
     if shown is None:
         return [str(slot) for slot in slots]
     if shown in ("", "-1"):  # none is to be used

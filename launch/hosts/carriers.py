@@ -1,11 +1,11 @@
-"""How agents get onto hosts: ssh, pdsh, SLURM's srun, or simply a child process here.
+"""Starts agents on hosts: by ssh, pdsh or SLURM's srun, or as a child process on this host.
 
     ssh     one connection per host; the order goes through its standard input
-    pdsh    one process for all hosts, with no way in: the order goes as one argument, in base64
+    pdsh    one process for all hosts, without an input: the order is an argument, in base64
     srun    one job step, one task per host; srun copies its standard input to every task
 
-The one rule: the only text that a remote shell ever sees is `cd FOLDER && exec PYTHON -m
-launch.hosts.agent ...`, each argument quoted. Names, paths, values and overrides travel as JSON.
+Rule: the only text that a remote shell ever sees is `cd FOLDER && exec PYTHON -m
+launch.hosts.agent ...`, every argument quoted. Names, paths, values and overrides travel as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SSH_OPTIONS = (
 
 @dataclass(frozen=True)
 class Carrier:
-    """One process that brings an order to `nodes` (numbers of hosts) and their messages back."""
+    """A process that takes an order to `nodes` (numbers of hosts) and brings their messages."""
 
     nodes: tuple[int, ...]
     command: tuple[str, ...]
@@ -51,10 +51,10 @@ def carriers(
 ) -> list[Carrier]:
     """The processes to start for `order`. `ssh` is the ssh command with the user's options.
 
-    Raises UserError: a program that is missing, a secret that would show.
+    Raises UserError where a program is missing, or where a secret would be visible.
     """
     for host in hosts:
-        assert is_host_name(host.name), host.name  # whoever read the names has refused others
+        assert is_host_name(host.name), host.name  # launch.hosts.hostfile has refused others
     if via == "ssh":
         return [
             _here(node) if is_here(host.name) else _ssh(node, host.name, root, ssh)
@@ -94,8 +94,8 @@ def _pdsh(hosts: Sequence[Host], root: Path, order: dict[str, Any], ssh: str) ->
     secrets = [name for name, value in redacted(environment).items() if value != environment[name]]
     if secrets:
         raise UserError(
-            f"PASS: {', '.join(secrets)} would show in the process lists of all hosts, because pdsh"
-            " has no standard input; use VIA=ssh"
+            f"PASS: {', '.join(secrets)} would be visible in the process lists of all hosts,"
+            " because pdsh has no standard input; use VIA=ssh"
         )
     if not shutil.which("pdsh"):
         raise UserError("VIA=pdsh but there is no pdsh on this machine; use VIA=ssh")

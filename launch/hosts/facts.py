@@ -1,12 +1,11 @@
-"""What one host is like: the facts that the doctor compares. Runs on that host, in seconds.
+"""The facts of one host that the doctor compares. Gathered on that host, in seconds.
 
-    quick   versions, code, variables, disk space, shared folder, addresses, a free port, GPUs
-            and removes locks that killed builds left behind, and names those of others
-    full    also: disk speed, compilers
+    quick   versions, code, variables, disk space, shared folder, addresses, a free port, GPUs;
+            also removes locks that killed builds left behind, and names those of others
+    full    also disk speed and compilers
 
-The one rule: it gathers and judges nothing (launch.hosts.judge does); what cannot be found out is
-null or
-says why. Units: GiB, MiB/s, seconds, percent.
+Rule: this file gathers and judges nothing (launch.hosts.judge does). A fact that cannot be found
+out is null, or says why. Units: GiB, MiB/s, seconds, percent.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from base.paths import ROOT
+from base.paths import CACHE, ROOT
 from base.units import GIB, MIB
 from launch.hosts import network
 from launch.hosts.variables import watched
@@ -40,7 +39,7 @@ PACKAGES = (
     "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl", "datasets", "pyarrow",
 )  # fmt: skip
 CODE = ("*.py", "recipes/**/*.yaml", "ds_configs/*.json", "*/*.py", "*/*/*.py")
-BUILDS = ROOT / ".cache" / "torch_extensions"
+BUILDS = CACHE / "torch_extensions"
 NOT_CODE = ("tests", "benchmarks", "runs", "corpora", ".venv", ".cache")
 PROBE_MIB = 64
 # A network file system may show a new file late (attribute caches last up to 60 s by default, new
@@ -53,7 +52,7 @@ NO_NVML = 3  # exit status of the reader
 
 
 def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, str]) -> dict:
-    """All facts. `ask`: shared (folder with a token), folders (corpora), is_full, port."""
+    """All facts. `ask` has: shared (folder with a token), folders (corpora), is_full, port."""
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "machine": f"{socket.gethostname()} {boot_id()}",
@@ -83,14 +82,14 @@ def gather(root: Path, node: int, ask: Mapping[str, Any], environ: Mapping[str, 
 
 
 def boot_id() -> str:
-    """The same for two names of one machine."""
+    """The identity of this machine since its start; the same for two names of one machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what can change a result or a speed; absent ones are left out."""
+    """Versions of installed packages that can change a result or a speed."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -99,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def code(root: Path) -> dict[str, str]:
-    """Path -> short digest of every file that can change a run."""
+    """Path -> short digest of every file of this project that can change a run."""
     found = {}
     for pattern in CODE:
         for path in root.glob(pattern):
@@ -110,7 +109,7 @@ def code(root: Path) -> dict[str, str]:
 
 
 def places(root: Path) -> dict[str, Path]:
-    """Where a run writes: name -> folder that exists."""
+    """Folders that a run writes to: name -> folder that exists."""
     runs = root / "runs"
     return {
         "runs/": runs if runs.is_dir() else root,
@@ -120,7 +119,7 @@ def places(root: Path) -> dict[str, Path]:
 
 
 def free_gib(path: Path) -> float | None:
-    """Free space for this user, None where there is no such folder."""
+    """Free space for this user; None where there is no such folder."""
     try:
         return shutil.disk_usage(path).free / GIB
     except OSError:
@@ -128,7 +127,7 @@ def free_gib(path: Path) -> float | None:
 
 
 def write_speed(path: Path) -> float | None:
-    """MiB/s of one file written and synced; None where it cannot be."""
+    """MiB/s of one file that is written and synced; None where it cannot be written."""
     block = os.urandom(MIB)
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -143,7 +142,7 @@ def write_speed(path: Path) -> float | None:
 
 
 def sees_shared(root: Path, shared: Mapping[str, str] | None, node: int) -> str | None:
-    """Why the folder that all hosts share is not seen as it should be; None = all is well.
+    """The reason why the shared folder is not seen as it should be; None = it is.
 
     Leaves a file of its own there for the launcher to find.
     """
@@ -177,18 +176,17 @@ def fingerprint(corpus: Path) -> str | None:
 
 
 def port(wanted: int | None) -> dict[str, Any]:
-    """The port to meet at: the wanted one, or one that is free."""
+    """The port of the rendezvous: the wanted one, or one that is free."""
     if wanted is not None:
         return {"number": wanted, "is_free": network.is_free(wanted)}
     return {"number": network.free_port(), "is_free": True}
 
 
 def gpus() -> dict[str, Any]:
-    """One reading of every GPU: {"cards": [field -> value]} or {"problem": why there is none}.
+    """One reading of every GPU: {"cards": [field -> value]}, or {"problem": why there is none}.
 
-    By runtime.monitor.device_reader, a process of its own, because a call into the driver can hang.
-    No
-    cards and no problem where there is neither a driver nor a device file.
+    runtime.monitor.device_reader reads them, in a process of its own, because a call into the
+    driver can hang. No cards and no problem where there is neither a driver nor a device file.
     """
     command = [sys.executable, "-m", "runtime.monitor.device_reader"]
     try:
@@ -211,17 +209,17 @@ def gpus() -> dict[str, Any]:
     if reader.returncode == NO_NVML:
         return {"problem": lines[0]["notice"]} if glob.glob("/dev/nvidia[0-9]*") else {"cards": []}
     if reader.returncode or not lines:
-        said = err.strip().splitlines() or ["nothing"]
-        return {
-            "problem": f"runtime.monitor.device_reader ended with {reader.returncode}: {said[-1]}"
-        }
+        last = (err.strip().splitlines() or ["nothing"])[-1]
+        return {"problem": f"runtime.monitor.device_reader ended with {reader.returncode}: {last}"}
     return {"cards": [card | {"driver": lines[0].get("driver")} for card in lines[0]["gpus"]]}
 
 
 def extension_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where torch builds extensions: one folder per operator below these. The first are those of
-    runtime.engine.builds, one per environment; where they cannot be written torch uses the
-    home's."""
+    """Folders in which torch builds extensions, one folder per operator below these.
+
+    The first are those of runtime.engine.builds, one per environment. Where they cannot be written
+    torch uses those of the home folder.
+    """
     chosen = environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return [Path(chosen)]
@@ -230,10 +228,10 @@ def extension_folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def remove_stale_locks(environ: Mapping[str, str]) -> list[str]:
-    """Remove the lock files of builds that were killed: later runs wait on them for ever.
+    """Remove lock files of builds that were killed: later runs would wait on them for ever.
 
-    A lock is stale when nothing in its folder has changed for a quarter of an hour. Returns a line
-    for each lock: removed, or still there, on which torch would wait without a word.
+    A lock is stale when nothing in its folder has changed for STALE_S. Returns a line for each
+    lock: removed, or still there, in which case torch waits without a message.
     """
     notes = []
     for folder in extension_folders(environ):

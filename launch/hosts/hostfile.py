@@ -1,12 +1,12 @@
-"""Which hosts a run gets: DeepSpeed's hostfile, its include and exclude lists, SLURM's node lists.
+"""The hosts of a run from DeepSpeed's hostfile, include and exclude lists, or SLURM's node lists.
 
     worker-1 slots=8    # comment                 one host a line, `slots` = ranks it can take
     worker-9 slots=8 spare                        waits until another one fails
     INCLUDE=worker-1@worker-2:0,2                 these hosts, of worker-2 only slots 0 and 2
     gpu[01-04,9]-ib                               -> gpu01-ib ... gpu04-ib gpu9-ib
 
-The one rule: a name is a plain host name or an IP address, or it is refused; names go into command
-lines of ssh, so `-oProxyCommand=`, `;` and `$()` must never look like one. Pure functions.
+Rule: a name is a plain host name or an IP address, or it is refused. Names become arguments of ssh,
+so `-oProxyCommand=`, `;` and `$()` must never pass as a name. Pure functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Host:
-    """One host: `slots` ranks; `devices` are the numbers of its GPUs where only some are taken."""
+    """One host with `slots` ranks; `devices` are its GPUs where only some of them are used."""
 
     name: str
     slots: int
@@ -51,7 +51,7 @@ def is_host_name(text: str) -> bool:
 
 
 def plain(name: str) -> str:
-    """A name as DNS compares it: without regard to case, or to the dot that may end it."""
+    """A name as DNS compares it: without case, and without a dot at the end."""
     return name.rstrip(".").lower()
 
 
@@ -66,8 +66,10 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
 
 
 def parse(text: str, where: str) -> list[Host]:
-    """Lines `NAME slots=N`, perhaps with `spare`, `#` comments and blank lines. Raises UserError
-    with every bad line."""
+    """The hosts of lines `NAME slots=N [spare]`, with `#` comments and blank lines.
+
+    Raises UserError with every bad line.
+    """
     hosts: list[Host] = []
     first_line: dict[str, int] = {}
     problems = []
@@ -104,7 +106,7 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
     """
     if include and exclude:
         raise UserError(
-            f"INCLUDE={include} and EXCLUDE={exclude} together say the same twice; give one of them"
+            f"INCLUDE={include} and EXCLUDE={exclude} cannot be given together; give one of them"
         )
     wanted = _filter("INCLUDE", include, hosts)
     unwanted = _filter("EXCLUDE", exclude, hosts)
@@ -126,8 +128,10 @@ def choose(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
 
 
 def part(hosts: Sequence[Host], spares: int) -> tuple[list[Host], list[Host]]:
-    """The hosts that train, and those that wait: what the hostfile marks, and the last `spares` of
-    the others. Raises UserError where none is left to train."""
+    """The hosts that train, and those that wait: marked `spare`, or the last `spares` others.
+
+    Raises UserError where none is left to train.
+    """
     marked = [host for host in hosts if host.is_spare]
     others = [host for host in hosts if not host.is_spare]
     if len(others) <= spares:
@@ -140,9 +144,9 @@ def part(hosts: Sequence[Host], spares: int) -> tuple[list[Host], list[Host]]:
 
 
 def ranks_per_host(hosts: Sequence[Host], nproc: int | None) -> int:
-    """Ranks on each host: `nproc`, or what the hostfile says. Raises UserError.
+    """The number of ranks on each host: `nproc`, or the slots of the hostfile.
 
-    The same number everywhere, so that tensor groups and the order of ranks never cross a host.
+    It is the same on every host, so that a tensor group never crosses hosts. Raises UserError.
     """
     fewest = min(hosts, key=lambda host: host.slots)
     if nproc is None:
@@ -162,8 +166,10 @@ def ranks_per_host(hosts: Sequence[Host], nproc: int | None) -> int:
 
 
 def expand(nodes: str) -> list[str]:
-    """SLURM's list of nodes as single names: `gpu[01-04,9]-ib,login` -> gpu01-ib ... Raises
-    UserError."""
+    """The single names of SLURM's list of nodes: `gpu[01-04,9]-ib,login` -> gpu01-ib ...
+
+    Raises UserError.
+    """
     found: list[str] = []
     for part in _split_outside_brackets(nodes.strip()):
         found += _expand_one(part, nodes)
@@ -178,7 +184,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def _filter(variable: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]]:
-    """Slots by name of an include or exclude list. Raises UserError."""
+    """The slots by name in an include or exclude list. Raises UserError."""
     known = {plain(host.name): host for host in hosts}
     found: dict[str, set[int]] = {}
     for part in filter(None, map(str.strip, text.split("@"))):
@@ -207,7 +213,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_one(part: str, nodes: str) -> list[str]:
-    """One entry; the leftmost bracket varies slowest, as in scontrol."""
+    """The names of one entry; the leftmost bracket varies slowest, as in scontrol."""
     prefix, bracket, rest = part.partition("[")
     if not bracket:
         return [part]

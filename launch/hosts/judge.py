@@ -1,9 +1,10 @@
-"""What is wrong with a set of hosts, from the facts of each: pure functions.
+"""Judges a set of hosts by the facts of each: pure functions.
 
-    facts of every host -> problems (refuse) and warnings, each naming the host and the key
+    facts of every host -> problems (the start is refused) and warnings, each with host and key
 
-The one rule: hosts are held against each other, and the odd one is named: most of them are right,
-and where two stand against each other the first host is. Units: seconds, GiB, MiB/s.
+Rule: hosts are compared with each other, and the one that differs is named. The value that most
+hosts have counts as right; where two hosts differ, the value of the first. Units: seconds, GiB,
+MiB/s.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Need:
-    """What the run asks of each host. `device` is the recipe's; `free_gib` of the run folder."""
+    """What the run needs of each host: ranks, device (the recipe's), free space of runs/."""
 
     per_host: int = 1
     device: str = "auto"
@@ -44,7 +45,7 @@ class Need:
 
 
 def judge(facts: Mapping[str, Facts], skews_s: Mapping[str, float], need: Need) -> Findings:
-    """Everything that is wrong, all at once. `facts` by host, in the order of the hosts."""
+    """All problems and warnings at once. `facts` and `skews_s` are by host, in their order."""
     found = Findings()
     if not facts:
         return found
@@ -67,7 +68,9 @@ def judge(facts: Mapping[str, Facts], skews_s: Mapping[str, float], need: Need) 
         for line in f["missing_interfaces"]
     ]
     if need.device != "cpu":
-        gpus(facts, need, found)
+        of_gpus = gpus(facts, need)
+        found.problems += of_gpus.problems
+        found.warnings += of_gpus.warnings
     found.warnings += slow_disks(facts)
     return found
 
@@ -86,14 +89,14 @@ def odd_ones(key: str, values: Mapping[str, Any], way_out: str = "") -> list[str
 
 
 def common_value(values: Mapping[str, Any]) -> Any:
-    """The value that most hosts have; among equals the first host's."""
+    """The value that most hosts have; where several are equally common, the first host's."""
     counts = Counter(map(repr, values.values()))
     best = max(counts.values())
     return next(value for value in values.values() if counts[repr(value)] == best)
 
 
 def text(value: Any) -> str:
-    """A value for a person, without a password that a URL may hold."""
+    """A value as text for a person; a password in a URL is masked."""
     shown = "(none)" if value is None else str(value)
     return re.sub(r"://[^/@\s]+@", "://***@", shown)[:120]
 
@@ -118,7 +121,7 @@ def odd_keys(
 
 
 def odd_code(facts: Mapping[str, Facts]) -> list[str]:
-    """Hosts whose files of this project are others, with the names of the files."""
+    """Hosts whose files of this project differ, with the names of the files."""
     common = common_value({host: f["code"] for host, f in facts.items()})
     lines = []
     for host, f in facts.items():
@@ -129,14 +132,13 @@ def odd_code(facts: Mapping[str, Facts]) -> list[str]:
             shown = ", ".join(changed[:5]) + (" ..." if len(changed) > 5 else "")
             lines.append(
                 f"{host}: code differs from the other hosts' in {counted(len(changed), 'file')}"
-                f" ({shown});"
-                " share one folder, or check out the same commit"
+                f" ({shown}); share one folder, or check out the same commit"
             )
     return lines
 
 
 def same_machine(facts: Mapping[str, Facts]) -> list[str]:
-    """Two names of one machine share its GPUs, cores and memory; tests do so on purpose."""
+    """A warning where two names mean one machine, as tests do on purpose."""
     names: dict[str, list[str]] = {}
     for host, f in facts.items():
         names.setdefault(f["machine"], []).append(host)
@@ -148,7 +150,7 @@ def same_machine(facts: Mapping[str, Facts]) -> list[str]:
 
 
 def odd_clocks(skews_s: Mapping[str, float]) -> list[str]:
-    """Clocks away from the median of all hosts and the launching one."""
+    """Hosts whose clock is away from the median of all hosts and the launching one."""
     if not skews_s:
         return []
     middle = statistics.median([0.0, *skews_s.values()])
@@ -161,7 +163,7 @@ def odd_clocks(skews_s: Mapping[str, float]) -> list[str]:
 
 
 def folders(facts: Mapping[str, Facts]) -> list[str]:
-    """Hosts that do not see the folders all must share."""
+    """Hosts that do not see the folders that all must share."""
     lines = []
     for host, f in facts.items():
         if f["shared"]:
@@ -196,7 +198,7 @@ def space(facts: Mapping[str, Facts], need: Need) -> list[str]:
 
 
 def ports(first: str, facts: Facts) -> list[str]:
-    """Whether the first host has the port at which the ranks meet."""
+    """A problem where the port of the rendezvous is busy on the first host."""
     port = facts["port"]
     if port["is_free"]:
         return []
@@ -206,38 +208,26 @@ def ports(first: str, facts: Facts) -> list[str]:
     ]
 
 
-def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
-    """Cards that are missing, different, ailing or in use."""
+def gpus(facts: Mapping[str, Facts], need: Need) -> Findings:
+    """GPUs that are missing, different, ailing or in use."""
     broken = {host: f["gpus"]["problem"] for host, f in facts.items() if "problem" in f["gpus"]}
-    found.problems += [f"{host}: GPUs: {problem}" for host, problem in broken.items()]
+    problems = [f"{host}: GPUs: {problem}" for host, problem in broken.items()]
     cards = {host: f["gpus"]["cards"] for host, f in facts.items() if host not in broken}
     if need.device == "auto" and not any(cards.values()):
-        return
+        return Findings(problems)
+    warnings = []
     for host, here in cards.items():
         if len(here) < need.per_host:
-            found.problems.append(
+            problems.append(
                 f"{host}: GPUs {len(here)}, but NPROC={need.per_host}; a card may have fallen off"
                 " the bus (dmesg), or start fewer ranks on each host"
             )
         for card in here:
-            name = f"{host}: GPU {card['index']}"
-            found.problems += [
-                f"{name}: {text}; {action}, or leave the host out (EXCLUDE)"
-                for _, action, text in card["ailments"]
-            ]
-            used, total = card.get("memory_used_gib"), card.get("memory_total_gib")
-            if used and total and used > BUSY_SHARE * total:
-                found.warnings.append(
-                    f"{name}: {used:.1f} of {total:.1f} GiB are in use by another process"
-                )
-            heat, limit = card.get("temperature_c"), card.get("slowdown_c")
-            if heat is not None and limit is not None and heat >= limit - HOT_C:
-                found.warnings.append(
-                    f"{name}: {heat} C before the start; its clocks go down at {limit} C"
-                )
-    counts = {host: len(here) for host, here in cards.items()}
-    found.warnings += [
-        f"{line}; a card may have fallen off the bus (dmesg)" for line in odd_ones("GPUs", counts)
+            problems += [f"{host}: {line}, or leave the host out (EXCLUDE)" for line in ills(card)]
+            warnings += [f"{host}: GPU {card['index']}: {line}" for line in not_idle(card)]
+    warnings += [
+        f"{line}; a card may have fallen off the bus (dmesg)"
+        for line in odd_ones("GPUs", {host: len(here) for host, here in cards.items()})
     ]
     for key in ("name", "driver"):
         kinds = {
@@ -245,22 +235,42 @@ def gpus(facts: Mapping[str, Facts], need: Need, found: Findings) -> None:
             for host, here in cards.items()
             if here
         }
-        if kinds:
-            found.problems += odd_ones(f"GPU {key}", kinds)
+        problems += odd_ones(f"GPU {key}", kinds) if kinds else []
+    return Findings(problems, warnings)
+
+
+def ills(card: Facts) -> list[str]:
+    """The ailments of a GPU, with what to do about each."""
+    return [f"GPU {card['index']}: {text}; {action}" for _, action, text in card["ailments"]]
+
+
+def not_idle(card: Facts) -> list[str]:
+    """Signs that a GPU is in use, or hot, before anything of ours runs on it."""
+    found = []
+    used, total = card.get("memory_used_gib"), card.get("memory_total_gib")
+    if used and total and used > BUSY_SHARE * total:
+        found.append(f"{used:.1f} of {total:.1f} GiB are in use by another process")
+    heat, limit = card.get("temperature_c"), card.get("slowdown_c")
+    if heat is not None and limit is not None and heat >= limit - HOT_C:
+        found.append(f"{heat} C before the start; its clocks go down at {limit} C")
+    return found
 
 
 def ailing(cards: Sequence[Facts], ranks: int, environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with the cards that ranks of one machine use, each of them the next one that
-    CUDA_VISIBLE_DEVICES shows; where that names no numbers, any card may be one of them."""
+    """Problems of the GPUs that ranks of one machine use.
+
+    Each rank uses the next GPU that CUDA_VISIBLE_DEVICES shows. Where that variable has no numbers
+    (names such as GPU-5fc1), any GPU may be one of them.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     order = [str(card["index"]) for card in cards] if visible is None else visible.split(",")
     used = [number.strip() for number in order if number.strip()][:ranks]
     is_known = all(number.lstrip("-").isdecimal() for number in used)  # -1 hides all
     return [
-        f"GPU {card['index']}: {text}; {action}, or leave it out (CUDA_VISIBLE_DEVICES=)"
+        f"{line}, or leave it out (CUDA_VISIBLE_DEVICES=)"
         for card in cards
         if not is_known or str(card["index"]) in used
-        for _, action, text in card["ailments"]
+        for line in ills(card)
     ]
 
 
@@ -300,6 +310,6 @@ def compilers(facts: Mapping[str, Facts]) -> list[str]:
 
 
 def names(hosts: Sequence[str], most: int = 4) -> str:
-    """A few names, and how many more."""
+    """Up to `most` names, and the number of the others."""
     shown = ", ".join(hosts[:most])
     return shown + (f" and {len(hosts) - most} more" if len(hosts) > most else "")

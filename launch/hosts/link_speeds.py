@@ -1,7 +1,7 @@
-"""Which link between hosts is slow, or which host all slow links share: a pure function.
+"""Finds slow links between hosts, or the host that all slow links share: a pure function.
 
-The one rule: links are held against each other, so no number of the hardware is needed; a single
-link is told and not judged. Units: MiB/s.
+Rule: links are compared with each other, so no number of the hardware is needed. A single link is
+reported and not judged. Units: MiB/s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ SLOW = 3.0  # times slower than the median link
 
 
 def slow_links(speeds: Mapping[tuple[int, int], float], names: list[str]) -> list[str]:
-    """What is slow, one line each: a host when every one of its links is, else single links."""
+    """A line for each host whose links are all slow, and for each other slow link.
+
+    `speeds` are MiB/s by pair of hosts (numbers into `names`).
+    """
     if len(speeds) < 2:
         return []
     middle = statistics.median(speeds.values())

@@ -1,8 +1,8 @@
 """Addresses, interfaces and ports of this host. No address leaves it unless it is asked for.
 
-The one rule: an interface is never guessed from its name. A host uses the one over which it really
-reached, or was reached by, the first host of the run; the reason is printed, and a variable that
-the user set wins. Units: seconds.
+Rule: an interface is never guessed from its name. A host uses the interface over which it really
+reached, or was reached by, the first host of the run. The reason is printed, and a variable that
+the user set has precedence. Units: seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LONGEST_GREETING = 256
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a host reaches another: its own address, its interface, and the address that answered."""
+class Route:
+    """The way from this host to another: own address and interface, address that answered."""
 
     interface: str | None
     own: str
@@ -37,7 +37,7 @@ class Way:
 
 
 def addresses() -> dict[str, str]:
-    """IP address -> interface, for every interface that is up, loopback and link-local left out."""
+    """IP address -> interface, for every interface that is up, except loopback and link-local."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -49,8 +49,7 @@ def addresses() -> dict[str, str]:
 
 
 def missing_interfaces(environ: Mapping[str, str], has_gpus: bool) -> list[str]:
-    """`variable=value` where gloo, or NCCL where it is used, is told of an interface that this host
-    does not have."""
+    """Problems of variables that name interfaces of gloo or NCCL which this host does not have."""
     here = set(psutil.net_if_stats())
     gloo = environ.get("GLOO_SOCKET_IFNAME", "")
     nccl = environ.get("NCCL_SOCKET_IFNAME", "") if has_gpus else ""
@@ -75,7 +74,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_own(address: str) -> bool:
-    """Whether an address is one of this host; loopback has more than interfaces show."""
+    """Whether an address is one of this host. All loopback addresses are."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             return True
@@ -83,7 +82,7 @@ def is_own(address: str) -> bool:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a name means to this host; nothing where it does not know it."""
+    """The addresses of a host name; none where this host cannot resolve it."""
     try:
         return [entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
@@ -103,7 +102,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nobody uses now. Raises UserError when none is found."""
+    """A port of this host that nobody uses now. Raises UserError where none is found."""
     for _ in range(TRIES):
         port = random.SystemRandom().randint(LOW_PORT, HIGH_PORT)
         if is_free(port):
@@ -111,12 +110,12 @@ def free_port() -> int:
     raise UserError(f"no free port from {LOW_PORT} to {HIGH_PORT} on {socket.gethostname()}")
 
 
-def await_knocks(port: int, token: str, expected: int, timeout_s: float) -> dict[str, Way]:
-    """Listen on `port` until `expected` others have knocked: who came, and over what.
+def await_callers(port: int, token: str, expected: int, timeout_s: float) -> dict[str, Route]:
+    """Listen on `port` until `expected` others have called; the route of each caller.
 
-    Callers that do not know the token are hung up on.
+    Callers that do not know the token are disconnected.
     """
-    came: dict[str, Way] = {}
+    callers: dict[str, Route] = {}
     deadline = time.monotonic() + timeout_s
     try:
         # One socket for both families where the host has IPv6, so that any address answers.
@@ -132,25 +131,27 @@ def await_knocks(port: int, token: str, expected: int, timeout_s: float) -> dict
     with server, selectors.DefaultSelector() as selector:
         server.settimeout(0.2)
         selector.register(server, selectors.EVENT_READ)
-        while len(came) < expected and (left := deadline - time.monotonic()) > 0:
+        while len(callers) < expected and (left := deadline - time.monotonic()) > 0:
             if not selector.select(left):
                 break
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 caller, _ = server.accept()
                 with caller:
                     caller.settimeout(2)
-                    said, _, who = caller.recv(LONGEST_GREETING).decode().partition(" ")
-                    if said == token and who:
+                    given, _, who = caller.recv(LONGEST_GREETING).decode().partition(" ")
+                    if given == token and who:
                         caller.sendall(token.encode())
                         own = _plain(caller.getsockname()[0])
-                        came[who] = Way(interface_of(own), own, _plain(caller.getpeername()[0]))
-    return came
+                        callers[who] = Route(
+                            interface_of(own), own, _plain(caller.getpeername()[0])
+                        )
+    return callers
 
 
-def knock(
+def call(
     candidates: Iterable[str], port: int, token: str, who: str, timeout_s: float
-) -> Way | None:
-    """Try each address of another host in turn until one answers with the token; else None."""
+) -> Route | None:
+    """Call each address of another host in turn until one answers with the token; else None."""
     candidates = list(candidates)
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:
@@ -161,7 +162,7 @@ def knock(
                     line.sendall(f"{token} {who}".encode())
                     if line.recv(LONGEST_GREETING).decode(errors="replace") == token:
                         own = _plain(line.getsockname()[0])
-                        return Way(interface_of(own), own, _plain(line.getpeername()[0]))
+                        return Route(interface_of(own), own, _plain(line.getpeername()[0]))
         time.sleep(0.1)
     return None
 

@@ -1,7 +1,8 @@
-"""Where a run is to start, from the command line and the environment: here, a hostfile, or SLURM.
+"""The place where a run starts: this machine, the hosts of a hostfile, or a SLURM job.
 
-The one rule: a hostfile that is named wins; inside a SLURM allocation of ours (`--slurm`) the hosts
-are the allocation's; else it is this machine. Nothing is guessed from variables that lie around.
+Rule: a hostfile that is named has precedence. With `--slurm` the hosts are those of the job around
+this process; else the run starts on this machine. Nothing is guessed from variables that happen to
+be set.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.paths import ROOT
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import MOST_SLOTS, Host, choose, expand, part, read_hosts
 
 
 @dataclass(frozen=True)
 class Place:
-    """Hosts that train, hosts that wait, hosts to be used although they failed (INCLUDE), and
-    variables that the user wants to go along."""
+    """Hosts that train and hosts that wait.
 
-    cluster: Cluster
+    `included` are hosts that are used although they failed (INCLUDE); `named` are variables that
+    the user wants to reach all ranks (PASS).
+    """
+
+    cluster: AgentCluster
     named: tuple[str, ...]
     spares: tuple[Host, ...] = ()
     included: tuple[str, ...] = ()
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """The options that say where; an empty text means not given."""
+    """Add the options that choose the place; an empty text means not given."""
     parser.add_argument("--hostfile", default="", help="hosts, as in DeepSpeed: NAME slots=N")
     parser.add_argument("--include", default="", help="only these: NAME[:SLOT,SLOT]@NAME...")
     parser.add_argument("--exclude", default="", help="all but these")
@@ -42,7 +46,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def read_place(options: argparse.Namespace) -> Place | None:
-    """The hosts that are meant; None = this machine. Raises UserError."""
+    """The place that the options choose; None = this machine. Raises UserError."""
     named = tuple(options.named.replace(",", " ").split())
     if options.slurm or options.hostfile:
         if options.slurm:
@@ -53,7 +57,7 @@ def read_place(options: argparse.Namespace) -> Place | None:
             via = options.via or "ssh"
         train, wait = part(hosts, read_spares(options.spares))
         included = tuple(host.name for host in hosts) if options.include else ()
-        cluster = Cluster(train, ROOT, via, options.ssh or "ssh")
+        cluster = AgentCluster(train, ROOT, via, options.ssh or "ssh")
         return Place(cluster, named, tuple(wait), included)
     for variable, value in (
         ("INCLUDE", options.include),
@@ -69,7 +73,7 @@ def read_place(options: argparse.Namespace) -> Place | None:
 
 
 def read_spares(text: str) -> int:
-    """A number of spare hosts given as text. Raises UserError."""
+    """The number of spare hosts in a text. Raises UserError."""
     if text and not (text.isascii() and text.isdigit() and len(text) < 7):
         raise UserError(f"SPARES={text[:80]!r} is not a number of hosts")
     return int(text or 0)

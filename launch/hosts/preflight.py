@@ -1,9 +1,8 @@
-"""Before step 0 of a run on several hosts: facts, judgement, and the way from each host to the
-first.
+"""Examines the hosts before the first step: their facts, and the route from each to the first one.
 
-    facts of every host -> judge -> the others call the first on the port of the run -> Plan
+    facts of every host -> judge -> the others call the first on the port of the run -> StartPlan
 
-The one rule: what is found here is refused by the name of the host and the key, before any rank
+Rule: a problem that is found here is refused by the name of the host and the key, before any rank
 starts. Nothing is left on any host. Units: seconds.
 """
 
@@ -20,7 +19,7 @@ from typing import Any
 from base.errors import UserError
 from base.values import as_int
 from launch.hosts.carriers import is_here
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.judge import Findings, Need, compilers, judge, names
 
 FACTS_TIMEOUT_S = 120.0
@@ -28,9 +27,12 @@ REACH_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where the ranks meet: for each host the first one's address as it sees it, and its own
-    interface; `reasons` say why, for a person."""
+class StartPlan:
+    """The rendezvous of the ranks: the port, and for each host address and interface.
+
+    `address` is the first host's as this host reaches it, `interface` is this host's own; `reasons`
+    explain the choice to a person.
+    """
 
     port: int
     hosts: list[dict[str, Any]]
@@ -39,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is asked of the hosts, besides being alike."""
+    """The questions to the hosts, besides being alike."""
 
     need: Need
     environment: Mapping[str, str]
@@ -49,11 +51,11 @@ class Inspection:
 
 
 def preflight(
-    cluster: Cluster,
+    cluster: AgentCluster,
     inspection: Inspection,
     log: Callable[[str], None],
     known: Mapping[str, dict] = {},
-) -> tuple[Plan, dict[str, dict]]:
+) -> tuple[StartPlan, dict[str, dict]]:
     """The plan, and the facts by host. Raises UserError with every problem of every host.
 
     Hosts that are `known`, with their facts, are not asked again.
@@ -72,14 +74,16 @@ def preflight(
     if found.problems:
         raise UserError(*found.problems)
     first = facts[cluster.hosts[0].name]
-    plan = meet(cluster, first["port"]["number"], first["addresses"])
+    plan = find_routes(cluster, first["port"]["number"], first["addresses"])
     for reason in plan.reasons:
         log(reason)
     return plan, facts
 
 
-def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], dict[str, float]]:
-    """Facts and clock differences to this machine (s, positive = ahead), by host."""
+def gather(
+    cluster: AgentCluster, inspection: Inspection
+) -> tuple[dict[str, dict], dict[str, float]]:
+    """Facts, and clock differences to this machine (s, positive = ahead), by host."""
     with shared_mark(cluster) as shared:
         ask = {
             "shared": shared,
@@ -88,17 +92,17 @@ def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], d
             "is_full": inspection.is_full,
         }
         order = {"do": "facts", "ask": ask, "environment": dict(inspection.environment)}
-        said = cluster.ask(order, FACTS_TIMEOUT_S)
+        answers = cluster.ask(order, FACTS_TIMEOUT_S)
         facts, skews_s = {}, {}
         for node, host in enumerate(cluster.hosts):
-            for message in said[node]:
-                if message["say"] == "facts":
+            for message in answers[node]:
+                if message["kind"] == "facts":
                     facts[host.name] = message["facts"]
             # The least delayed of the readings: delays make a clock look late.
             skews_s[host.name] = max(
                 message["time"] - message["at"]
-                for message in said[node]
-                if message["say"] == "clock"
+                for message in answers[node]
+                if message["kind"] == "clock"
             )
             if shared and not facts[host.name]["shared"]:
                 facts[host.name]["shared"] = unseen(cluster.root / shared["folder"], node)
@@ -106,8 +110,11 @@ def gather(cluster: Cluster, inspection: Inspection) -> tuple[dict[str, dict], d
 
 
 @contextlib.contextmanager
-def shared_mark(cluster: Cluster) -> Iterator[dict[str, str] | None]:
-    """A folder with a token that every host must see; gone afterwards. None for this machine."""
+def shared_mark(cluster: AgentCluster) -> Iterator[dict[str, str] | None]:
+    """A folder with a token that every host must see; removed afterwards.
+
+    None where all hosts are this machine.
+    """
     if all(is_here(host.name) for host in cluster.hosts):
         yield None
         return
@@ -130,20 +137,23 @@ def shared_mark(cluster: Cluster) -> Iterator[dict[str, str] | None]:
 
 
 def unseen(folder: Path, node: int) -> str | None:
-    """Why a file that a host wrote is not here; None where it is."""
+    """The reason why a file that a host wrote is not seen here; None where it is."""
     names_here = [path.name for path in folder.iterdir()]  # reads the folder anew, unlike stat
     if f"node-{node}" in names_here:
         return None
     return f"what it writes to {folder.parent} does not arrive on the launching host"
 
 
-def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
-    """Find out over which address each host reaches the first, on the very port of the run."""
+def find_routes(cluster: AgentCluster, port: int, addresses: Mapping[str, str]) -> StartPlan:
+    """Find the address over which each host reaches the first, on the very port of the run.
+
+    Raises UserError that names the hosts that are cut off.
+    """
     hosts = cluster.hosts
     devices = [list(host.devices) if host.devices else None for host in hosts]
     if len(hosts) == 1:
         only = {"address": "127.0.0.1", "interface": None, "devices": devices[0]}
-        return Plan(port, [{"name": hosts[0].name, **only}], [])
+        return StartPlan(port, [{"name": hosts[0].name, **only}], [])
     # The name first: it is what the user knows. Then IPv4 before IPv6, and last what only another
     # name of the same machine can reach.
     by_family = sorted(addresses, key=lambda address: ":" in address)
@@ -155,14 +165,14 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
         "addresses": candidates,
         "timeout_s": REACH_TIMEOUT_S,
     }
-    said = cluster.ask(order, 2 * REACH_TIMEOUT_S)
-    ways = {
-        node: message["way"]
+    answers = cluster.ask(order, 2 * REACH_TIMEOUT_S)
+    routes = {
+        node: message["route"]
         for node in range(1, len(hosts))
-        for message in said[node]
-        if message["say"] == "way"
+        for message in answers[node]
+        if message["kind"] == "route"
     }
-    cut_off = [hosts[node].name for node, way in ways.items() if way is None]
+    cut_off = [hosts[node].name for node, route in routes.items() if route is None]
     if cut_off:
         # Where no other host reaches the first, the fault is more likely its own.
         who = [hosts[0].name] if len(cut_off) == len(hosts) - 1 > 1 else cut_off
@@ -176,17 +186,17 @@ def meet(cluster: Cluster, port: int, addresses: Mapping[str, str]) -> Plan:
                 for name in who
             )
         )
-    came = next(message["ways"] for message in said[0] if message["say"] == "came")
-    first = next(iter(came.values()))
+    callers = next(m["routes"] for m in answers[0] if m["kind"] == "callers")
+    first = next(iter(callers.values()))
     plans = [{"name": hosts[0].name, "address": first["own"], "interface": first["interface"]}]
     for node in range(1, len(hosts)):
-        way = ways[node]
+        route = routes[node]
         plans.append(
-            {"name": hosts[node].name, "address": way["other"], "interface": way["interface"]}
+            {"name": hosts[node].name, "address": route["other"], "interface": route["interface"]}
         )
     for plan, numbers in zip(plans, devices, strict=True):
         plan["devices"] = numbers
-    return Plan(port, plans, reasons(plans, port))
+    return StartPlan(port, plans, reasons(plans, port))
 
 
 def reasons(plans: Sequence[Mapping[str, Any]], port: int) -> list[str]:
@@ -203,7 +213,7 @@ def reasons(plans: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def wanted_port(environ: Mapping[str, str]) -> int | None:
-    """MASTER_PORT of the caller; None = one that is free. Raises UserError."""
+    """MASTER_PORT of the caller; None = a free one is chosen. Raises UserError."""
     text = environ.get("MASTER_PORT", "")
     if not text:
         return None

@@ -1,8 +1,8 @@
-"""Which variables of the caller reach the ranks on other hosts.
+"""Chooses the variables of the caller that reach the ranks on other hosts.
 
-The one rule: an allow-list. What steers the libraries goes by its prefix, what the user names in
-PASS= goes besides, and nothing else: not the caller's PATH, display or keys. A name that looks like
-a secret goes only when it is named, and its value is never compared or printed.
+Rule: an allow-list. Variables of the libraries are chosen by their prefix, others only where PASS=
+names them: not the caller's PATH, display or keys. A variable whose name looks like that of a
+secret is passed on only when it is named, and its value is never compared or printed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LOCAL = re.compile(r"_IFNAME$|_HCA$|_NET_DEVICES$|_TOPO_FILE$|^CUDA_VISIBLE_DEVI
 
 
 def is_watched(name: str) -> bool:
-    """Whether a variable steers the libraries, so that hosts must agree on it."""
+    """Whether a variable controls the libraries, so that hosts must agree on it."""
     return (name.startswith(PREFIXES) or name in NAMES) and name not in NEVER
 
 
 def passed(environ: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that go to every host. Raises UserError where a named one is not there."""
+    """The variables that every host gets. Raises UserError where a named one is not set."""
     problems = []
     chosen = {
         name: value
@@ -51,7 +51,7 @@ def passed(environ: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, s
 
 
 def left_here(environ: Mapping[str, str], named: Iterable[str]) -> list[str]:
-    """A line for each variable that was set in vain for ranks on other hosts."""
+    """A line for each variable that has no effect on ranks of other hosts."""
     return [
         f"{name}={environ[name]} does not go along: hosts name their devices themselves;"
         f" INCLUDE=host:0,1 chooses, PASS={name} gives it to every host"
@@ -61,9 +61,9 @@ def left_here(environ: Mapping[str, str], named: Iterable[str]) -> list[str]:
 
 
 def watched(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a host will really use of the variables that steer the libraries, for comparison.
+    """The variables that control the libraries on this host, for comparison.
 
-    Secrets are left out, and so is what good hosts may call differently.
+    Secrets are left out, and so are names that may differ between good hosts.
     """
     return {
         name: value

@@ -1,10 +1,14 @@
 """The ranks of one host: started, watched, ended.
 
-inquiry.py                 Which rank of all hosts hangs, once one host hears silence
-oom.py                     How many processes the kernel has killed out of memory: it say
-outcome.py                 What the ends of all ranks add up to: one exit status, and the erro
-ranks.py                   The ranks of one host: started, watched, stopped, their output kept
-screen.py                  What a person sees of many ranks: rank 0 as it speaks, and of a fai
-start.py                   Starts the ranks of a run and stays until none lives: on this host,
-watchdog.py                Hears when a rank of this host falls silent, finds out which one ha
+hang_judge.py      decides which rank hangs, once the watchdog hears silence
+inquiry.py         finds the rank that hangs, of all hosts
+oom.py             counts the processes that the kernel has killed out of memory
+outcome.py         combines the ends of all ranks: one exit status, and the first error
+rank_process.py    one rank as a process: its variables, output and signals
+ranks.py           the ranks of one host, from their start to the end of the last one
+run_logs.py        log files of ranks in the run's folder
+screen.py          shows the output of many ranks to a person
+shutdown.py        decides which signal the ranks get when, once they must end
+start.py           one attempt of a run, on this host or on many
+watchdog.py        detects that a rank is silent, and finds which one hangs
 """

@@ -1,9 +1,9 @@
-"""How many processes the kernel has killed out of memory: it says SIGKILL and nothing else.
+"""Counts the processes that the kernel has killed out of memory: they end with SIGKILL alone.
 
     memory.events of the control group (version 2), memory.oom_control (version 1), /proc/vmstat
 
-The one rule: a counter that rose while a rank was killed is the reason. The control group's own
-comes first; the whole machine's counts other people's processes, too.
+Rule: a counter that rose while a rank was killed is the reason. The counter of the control group
+comes first; that of the whole machine counts processes of other people, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def kills(root: Path = ROOT) -> int:
 
 
 def counters(root: Path) -> list[Path]:
-    """Files that may hold it, the narrowest first."""
+    """Files that may hold the counter, the narrowest first."""
     groups = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

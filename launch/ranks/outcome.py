@@ -1,10 +1,10 @@
-"""What the ends of all ranks add up to: one exit status, and the error a person must see first.
+"""Combines the ends of all ranks: one exit status, and the error that a person must see first.
 
     0 all ranks ended well    75, 76 all asked to be started again, later or at once
     93 trying again is no use    130, 143 stopped by Ctrl-C, SIGTERM
     else the status of the rank that failed first
 
-The one rule: ranks that were stopped because of another, or that lost their connection to it, are
+Rule: ranks that were stopped because of another, or that lost their connection to it, are
 consequences and decide nothing. Pure functions.
 """
 
@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY, FINISHED, INTERRUPTED, REQUEUE, REWOUND
+from record.attempts import RankEnd
 
 # All ranks agree on these; whoever has another status failed by itself.
 AGREED = {FINISHED: "finished", REQUEUE: "preempted", REWOUND: "rewound", INTERRUPTED: "stopped"}
 # Signals that take a run's place away.
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# A killed rank is the cause even where the news of a rank that missed it came first.
+# A killed rank is the cause, even where a rank that lost it was reported first.
 TOGETHER_S = 5.0
 SHOWN_LINES = 40
 # On a GPU, in Python, in numpy, in torch on a CPU.
@@ -31,34 +31,7 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class End:
-    """How one rank ended: `status` as Popen gives it (negative = signal), `after_s` on one clock.
-
-    `was_stopped` = a signal of the launcher ended it; `is_lost` = its host did not report an end;
-    `is_oom` = the kernel killed it out of memory. `last` = the end of its error output.
-    `phase`, `step` = its last sign of life. `hung` = why the watch killed it, after `silent_s`, and
-    `stack` its innermost frames; `only_waits` = it may have waited for another host.
-    """
-
-    rank: int
-    status: int
-    after_s: float
-    host: str = ""
-    was_stopped: bool = False
-    is_lost: bool = False
-    is_oom: bool = False
-    last: tuple[str, ...] = ()
-    log: str | None = None
-    phase: str | None = None
-    step: int | None = None
-    hung: str | None = None
-    silent_s: float = 0.0
-    stack: tuple[str, ...] = ()
-    only_waits: bool = False
-
-
-def first_failure(ends: Sequence[End]) -> End | None:
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank to blame; None where none failed by itself."""
     failed = sorted(
         (end for end in ends if end.status not in AGREED and not end.was_stopped),
@@ -70,12 +43,12 @@ def first_failure(ends: Sequence[End]) -> End | None:
     hung = sorted((end for end in early if end.hung), key=lambda end: end.only_waits)
     killed = [end for end in early if end.status < 0 or end.is_lost]
     refused = [end for end in early if end.status == DO_NOT_RETRY]
-    # Where all refuse alike, one of them says why.
+    # Where all refuse alike, one of them prints why.
     refused.sort(key=lambda end: not any(line.startswith("refused: ") for line in end.last))
     return (hung or killed or refused or failed)[0]
 
 
-def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
+def exit_status(ends: Sequence[RankEnd], stopped_by: int | None = None) -> int:
     """One status for the caller. `stopped_by` is the signal that asked for the end."""
     statuses = {end.status for end in ends}
     for status in AGREED:
@@ -95,11 +68,11 @@ def exit_status(ends: Sequence[End], stopped_by: int | None = None) -> int:
     return first.status if first.status > 0 else 128 - first.status
 
 
-def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
-    """Whether the ranks ended because their place is taken away: nothing failed, nothing is lost.
+def is_requeue(ends: Sequence[RankEnd], stopped_by: int | None) -> bool:
+    """Whether the ranks ended because their place is taken away: nothing failed or is lost.
 
-    So it is where the first that ended says so, and what the others say is then a consequence; and
-    where a signal that announces it ended ranks that had trained nothing yet.
+    That is so where the first rank that ended reports it: the other ends are then consequences. It
+    is also so where a signal that announces it ended ranks that had not trained yet.
     """
     ended = [end for end in ends if end.status]
     if not ended:
@@ -113,16 +86,18 @@ def is_requeue(ends: Sequence[End], stopped_by: int | None) -> bool:
     )
 
 
-def is_led(ends: Sequence[End], status: int) -> bool:
-    """Whether the first rank that ended left with `status`, because the run was taken back or on
-    Ctrl-C of its own: what ranks that lost it say is then a consequence."""
+def is_led(ends: Sequence[RankEnd], status: int) -> bool:
+    """Whether the first rank that ended left with `status`: rewound, or by a Ctrl-C of its own.
+
+    The errors of ranks that lost it are then consequences.
+    """
     first = min(ends, key=lambda end: (end.after_s, end.status != status), default=None)
     bad = any(end.status in (DO_NOT_RETRY, REQUEUE) or end.hung for end in ends)
     return first is not None and first.status == status and not bad
 
 
-def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
-    """One word for how an attempt ended, as its line in events.jsonl has it."""
+def cause_of(ends: Sequence[RankEnd], stopped_by: int | None = None) -> str:
+    """The cause of an attempt's end, as its line in events.jsonl has it."""
     status = exit_status(ends, stopped_by)
     if status in AGREED:
         return AGREED[status]
@@ -130,7 +105,7 @@ def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
     if stopped_by is not None:
         return "stopped"
     if first is None:
-        # Their hosts ended them, and nobody here asked: they did not hear this process any more.
+        # Their hosts ended them, and nobody here asked: they no longer heard this process.
         return "killed" if any(end.was_stopped for end in ends) else "failed"
     if first.is_lost:
         return "lost_host"
@@ -143,8 +118,8 @@ def cause_of(ends: Sequence[End], stopped_by: int | None = None) -> str:
     return "killed" if first.status < 0 else "failed"
 
 
-def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
-    """The first failure for a person: who, how, where its log is, and its own last words."""
+def explain(ends: Sequence[RankEnd], num_ranks: int) -> list[str]:
+    """The first failure for a person: who, how, where its log is, and its last output."""
     first = first_failure(ends)
     if first is None:
         return []
@@ -162,7 +137,7 @@ def explain(ends: Sequence[End], num_ranks: int) -> list[str]:
 
 
 def how(status: int) -> str:
-    """`ended with exit status 3`, `was killed by SIGKILL (...)`."""
+    """A phrase for an exit status: `ended with exit status 3`, `was killed by SIGKILL (...)`."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:
@@ -177,11 +152,13 @@ def how(status: int) -> str:
 
 
 def last_words(lines: Sequence[str]) -> list[str]:
-    """The part of an error output that says what happened: refusals, else the last traceback, else
-    the last lines."""
-    said = [line for line in lines if re.match(r"(refused|failed)( on rank \d+)?: ", line)]
-    if said:
-        return list(dict.fromkeys(said))[-SHOWN_LINES:]
+    """The part of an error output that explains the end.
+
+    That is: refusals, else the last traceback, else the last lines.
+    """
+    refusals = [line for line in lines if re.match(r"(refused|failed)( on rank \d+)?: ", line)]
+    if refusals:
+        return list(dict.fromkeys(refusals))[-SHOWN_LINES:]
     starts = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     if starts:
         return list(lines[starts[-1] :])[-SHOWN_LINES:]

@@ -1,7 +1,7 @@
-"""What a person sees of many ranks: rank 0 as it speaks, and of a failure the first one's words.
+"""Shows the output of many ranks to a person: rank 0 as it prints, then the first failure.
 
-The one rule: tracebacks wait until all ranks have ended, because the loudest are those of ranks
-that only lost their connection; then the first failure is shown, once, and the rest is in the logs.
+Rule: tracebacks wait until all ranks have ended, because most of them come from ranks that only
+lost their connection. Then the first failure is shown, once; the rest is in the logs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from launch.ranks.outcome import End, exit_status, explain, first_failure
+from launch.ranks.outcome import RankEnd, exit_status, explain, first_failure
 
 # What begins the end of a rank; its later error output waits.
 LAST_WORDS = re.compile(
@@ -27,23 +27,23 @@ class Screen:
         self._held: dict[int, list[str]] = {}
 
     def line(self, rank: int, kind: str, text: str) -> None:
-        """One line of output, with its end. `kind` is out or err."""
+        """Take one line of output, with its end. `kind` is out or err."""
         if kind == "err" and (rank in self._held or LAST_WORDS.match(text)):
             self._held.setdefault(rank, []).append(text)
         elif rank == 0:
             _write(sys.stdout if kind == "out" else sys.stderr, text)
 
-    def finish(self, ends: Sequence[End], stopped_by: int | None = None) -> int:
-        """Say how it went, and return the exit status for the caller."""
+    def finish(self, ends: Sequence[RankEnd], stopped_by: int | None = None) -> int:
+        """Print how the attempt ended; returns the exit status for the caller."""
         status = exit_status(ends, stopped_by)
         if stopped_by is not None:
             if status:
                 _write(sys.stderr, INTERRUPTED + "\n")
             return status
-        told = explain(ends, self._num_ranks)
+        shown = explain(ends, self._num_ranks)
         if first_failure(ends) is None:
-            told = [line.rstrip("\n") for lines in self._held.values() for line in lines]
-        for line in told:
+            shown = [line.rstrip("\n") for lines in self._held.values() for line in lines]
+        for line in shown:
             _write(sys.stderr, line + "\n")
         return status
 

@@ -1,16 +1,15 @@
-"""Hears when a rank of this host falls silent, finds out which one hangs and where.
+"""Detects that a rank of this host is silent, and finds which rank hangs, and where.
 
-    beats (record.heartbeat) -> look() -> silent beyond its phase's limit
+    beats (record.heartbeat) -> look() -> silent for longer than the limit of its phase
       -> stacks of all ranks (SIGUSR2) -> Hung: the rank of this host to blame
       -> launch.ranks.inquiry: the one of all hosts -> the owner kills all at once
 
-The one rule: silence is counted on this process's own clock, and only while this process itself
-runs. So neither a suspended laptop, nor a stopped process group, nor another clock is a hang.
+Rule: silence is counted on this process's own clock, and only while this process itself runs. So
+neither a suspended laptop, nor a stopped process group, nor another clock is a hang.
 
 A step may take `step_s`, or `step_factor` times the median of this rank's steps where that is
-longer, both for the number of its micro-batches; the first steps of an attempt compile and fill
-caches
-and have the limit of a start. Imports no torch. Units: seconds.
+longer, both for the number of its micro-batches. The first steps of an attempt compile and fill
+caches, so they have the limit of a start. Imports no torch. Units: seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most s
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank said last. `at` is its own clock."""
+    """The last sign of life of a rank. `at` is on its own clock."""
 
     phase: str = "start"
     step: int = 0
@@ -61,9 +60,11 @@ class Beat:
 
 @dataclass(frozen=True)
 class Hung:
-    """A rank that hangs. `why` says what it does, `stack` has its innermost frames; `only_waits` =
-    so do all ranks of this host: they wait for one on another. Of several the one with the least
-    `order` is to blame."""
+    """A rank that hangs. `why` describes what it does, `stack` has its innermost frames.
+
+    `only_waits` = all ranks of this host wait for one on another host. Of several ranks the one
+    with the least `order` is to blame.
+    """
 
     rank: int
     beat: Beat
@@ -79,19 +80,19 @@ class Hung:
         why = f"; {self.why}" if self.why else ""
         is_late = 0 < self.limit_s < self.silent_s
         limit = f"limit {self.limit_s:.0f} s" if is_late else "others waited beyond their limit"
-        said = f"hung in phase {self.beat.phase}{step}: silent for {self.silent_s:.0f} s"
-        return f"{said} ({limit}){why}"
+        what = f"hung in phase {self.beat.phase}{step}: silent for {self.silent_s:.0f} s"
+        return f"{what} ({limit}){why}"
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Hung:
-        """As it came over a connection, from `dataclasses.asdict`."""
+        """A Hung from its fields, as `dataclasses.asdict` made them."""
         tuples = {name: tuple(fields[name]) for name in ("stack", "order")}
         return cls(**{**fields, **tuples, "beat": Beat(**fields["beat"])})
 
 
 @dataclass
-class Heard:
-    """What is known of one rank."""
+class BeatHistory:
+    """The signs of life of one rank."""
 
     beat: Beat = Beat()
     silent_s: float = 0.0
@@ -99,7 +100,7 @@ class Heard:
     steps: int = 0  # that this attempt has begun
 
     def hear(self, beat: Beat) -> None:
-        """Another beat came."""
+        """Take another beat."""
         passed = beat.step - self.beat.step
         if self.beat.phase == beat.phase == "step" and self.beat.step and passed > 0:
             self.durations.append((beat.at - self.beat.at) / passed / self.beat.parts)
@@ -108,7 +109,7 @@ class Heard:
         self.beat, self.silent_s = beat, 0.0
 
     def limit_s(self, limits: Watch) -> float:
-        """How long this rank may be silent now; 0 = for ever."""
+        """The time for which this rank may be silent now; 0 = for ever."""
         if self.beat.phase != "step":
             return {
                 "start": limits.start_s,
@@ -126,19 +127,19 @@ class Heard:
 
 
 class Watchdog:
-    """Watches ranks that beat into a private folder of this process."""
+    """Watches ranks that write their beats into a private folder of this process."""
 
     def __init__(
         self, ranks: Sequence[int], limits: Watch, now: Callable[[], float] = time.monotonic
     ):
         self.limits, self._now, self._looked_at = limits, now, now()
         self.folder = Path(tempfile.mkdtemp(prefix="pretrain-beats-"))  # mode 0700
-        self.heard = {rank: Heard() for rank in ranks}
+        self.heard = {rank: BeatHistory() for rank in ranks}
         for rank in ranks:  # whole from the start: a beat later needs no space on a full disk
             self._path(rank, "beat").write_text(f"{f'{rank} start 0 0 1':<79}\n")
 
     def environment(self) -> dict[str, str]:
-        """What the ranks must be told."""
+        """The variables that the ranks need."""
         return {BEATS: str(self.folder)}
 
     def look(self, living: Sequence[int]) -> Hung | None:
@@ -157,14 +158,18 @@ class Watchdog:
                 late.append(Hung(rank, heard.beat, heard.silent_s, limit_s))
         return max(late, key=lambda hung: hung.silent_s - hung.limit_s, default=None)
 
+    def failure(self, rank: int) -> Failure | None:
+        """The exception that a rank reported before it ended."""
+        return read_failure(self._path(rank, FAILURE.removeprefix(".")))
+
     def last(self, rank: int) -> Beat:
-        """What a rank said last, also after its end."""
+        """The last beat of a rank, also after its end."""
         return read_beat(self._path(rank, "beat")) or self.heard[rank].beat
 
     def blame(self, processes: Mapping[int, int]) -> tuple[Hung, dict[int, str]]:
-        """Which of the ranks (rank -> process) hangs, and the stacks of all of them, by rank.
+        """The rank that hangs, and the stacks of all ranks. `processes` is rank -> process number.
 
-        A rank that waits for others is not it: when one hangs all fall silent.
+        A rank that waits for others is not blamed: when one hangs all fall silent.
         """
         stacks = self._dump(processes)
         states = {rank: state_of(pid) for rank, pid in processes.items()}
@@ -190,7 +195,7 @@ class Watchdog:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _order(self, rank: int, stacks: str, state: str) -> tuple:
-        """Less = more likely the one that hangs."""
+        """A sort key: the less, the more likely this rank hangs."""
         beat = self.heard[rank].beat
         order = (beat.phase != "start", beat.step, -self.heard[rank].silent_s)
         return (state != "T", bool(stacks), waits(stacks), *order)
@@ -220,7 +225,7 @@ class Watchdog:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The beat in a file; None where there is no whole one."""
+    """The beat in a file; None where there is no complete one."""
     try:
         _rank, phase, step, at, parts = path.read_text().split()
         return Beat(phase, int(step), float(at), max(1, int(parts)))
@@ -240,7 +245,7 @@ def waits(stacks: str) -> bool:
 
 
 def why_of(stacks: str, state: str) -> str:
-    """Where a rank is, for a sentence."""
+    """A phrase for where a rank is."""
     if not stacks:
         return no_stack(state)
     found = FRAME.match("  " + (frames_of(stacks) or ("",))[0])
@@ -250,7 +255,7 @@ def why_of(stacks: str, state: str) -> str:
 
 
 def no_stack(state: str) -> str:
-    """Why a rank gave no stack."""
+    """The reason why a rank gave no stack."""
     return {
         "T": "it is stopped (SIGSTOP) and cannot write its stack",
         "D": "it waits for a device or a disk and cannot write its stack",
@@ -266,7 +271,7 @@ def state_of(pid: int) -> str:
 
 
 def spied(pid: int) -> str:
-    """What py-spy sees of a process that cannot speak, where it is installed and may look."""
+    """The stacks that py-spy reads from a process, where it is installed and permitted."""
     tool = shutil.which("py-spy")
     if tool is None:
         return ""

@@ -1,8 +1,8 @@
-"""The DeepSpeed JSON: merged, every key known, confirmed by DeepSpeed.
+"""The DeepSpeed JSON of a run: merged, every key known, confirmed by DeepSpeed.
 
-confirm.py                 Asks DeepSpeed itself whether a resolved JSON is one it takes, befo
-key_rules.py               Rules between the keys of a DeepSpeed JSON, and between it and the
-keys.py                    Every key of the DeepSpeed JSON that has an effect here, and why ea
-merge.py                   The DeepSpeed JSON of a run: a preset from ds_configs/, `ds.*` on t
-state_bytes.py             Bytes of training state per parameter on one rank: weights, gradien
+merge.py        Preset, `ds.*` and recipe -> one JSON with the origin of each key
+keys.py         Every key: who reads it, or why it is refused
+key_rules.py    Rules between keys, and between the JSON and the recipe
+confirm.py      Asks the installed DeepSpeed whether it accepts a resolved JSON
+state_bytes.py  Bytes of training state per parameter on one rank
 """

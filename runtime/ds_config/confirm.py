@@ -1,11 +1,10 @@
-"""Asks DeepSpeed itself whether a resolved JSON is one it takes, before any rank starts.
+"""Asks the installed DeepSpeed whether it accepts a resolved JSON, before any rank starts.
 
-Importing DeepSpeed costs seconds, so the question is put in a process of its own, and an answer
-without problems is remembered for (DeepSpeed version, JSON) in .cache/. One rule: `engine_keys` has
-already refused what we know to be wrong, so mistakes do not wait for this; what is only wrong for
-the installed version is found here. `python -m runtime.ds_config.confirm` reads a JSON from
-standard
-input and prints a list of problems; exit status 0 = none, 3 = some.
+Importing DeepSpeed costs seconds, so it is asked in a process of its own, and an answer without
+problems is remembered for (DeepSpeed version, JSON) in .cache/. `runtime.ds_config.keys` has
+refused everything that is known to be wrong, without DeepSpeed; only what is wrong for the
+installed version is found here. `python -m runtime.ds_config.confirm` reads a JSON from standard
+input and prints a list of problems; exit status: 0 = none, 3 = some.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.paths import ROOT
+from base.paths import CACHE, ROOT
 from base.values import did_you_mean
 
-MEMO = ROOT / ".cache" / "engine_check.json"
+MEMO = CACHE / "engine_check.json"
 PACKAGE = "deepspeed"
-# Earlier versions average, clip or skip differently, in silence.
+# Earlier versions average, clip or skip differently, without a message.
 OLDEST = (0, 19, 8)
 REMEMBERED = 200
-# Any number is legal here, so a new batch or clip does not ask again.
+# Any number is legal for these keys, so DeepSpeed is not asked again for another batch.
 NOT_ASKED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TIME_LIMIT_S = 600  # the imports alone, from a cold disk that many hosts share or on a busy machine
 HAS_PROBLEMS = 3
@@ -66,7 +65,7 @@ def installed_version() -> str:
 
 
 def ask(config: dict[str, Any]) -> list[str]:
-    """DeepSpeed's problems with `config`, from a process of its own, one line each."""
+    """Problems that DeepSpeed has with `config`, one line each; asked in a process of its own."""
     command = [sys.executable, "-m", "runtime.ds_config.confirm"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     try:
@@ -132,7 +131,7 @@ def _line(block: str, cls: Any, item: dict[str, Any]) -> str:
 
 
 def _fields(cls: Any, prefix: str):
-    """Dotted names of a pydantic class and the classes in it."""
+    """Dotted names of the fields of a pydantic class and of the classes inside it."""
     for name, field in cls.model_fields.items():
         path = f"{prefix}.{field.alias or name}"
         yield path
@@ -151,7 +150,7 @@ def _read(memo: Path) -> list[str]:
 
 
 def _write(memo: Path, keys: list[str]) -> None:
-    """Replace the memo in one move; a folder that cannot be written only costs time later."""
+    """Replace the memo in one rename. Best effort: without the memo DeepSpeed is asked again."""
     fresh = memo.with_suffix(f".{os.getpid()}")
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +164,7 @@ def _write(memo: Path, keys: list[str]) -> None:
 def main() -> int:
     """Entry of `python -m runtime.ds_config.confirm`."""
     config = json.load(sys.stdin)
-    # DeepSpeed logs to standard output: what is printed while it works goes to standard error.
+    # DeepSpeed logs to standard output: everything it prints goes to standard error.
     out = os.dup(1)
     os.dup2(2, 1)
     problems = check_with_deepspeed(config)

@@ -2,9 +2,10 @@
 
     leaves (dotted key -> value, origin) x recipe -> problems, one line each
 
-One rule: what nothing would read is refused, never passed on in silence. A key is dead where the
-class that reads it is not built, or where another key switches it off. A file serves several
-recipes, so what depends on the recipe is asked of `ds.*` alone. No torch, no deepspeed.
+Rule: a value that nothing would read is refused or reported, never passed on without a word. A key
+has no effect where the class that reads it is not built, or where another key switches it off. A
+file serves several recipes, so rules that depend on the recipe hold for `ds.*` alone. No torch, no
+deepspeed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Leaves = dict[str, tuple[Any, str]]  # dotted key -> (value, where it came from)
 
 @dataclass(frozen=True)
 class Switch:
-    """Where `key` has a value for which `is_off` holds, `dead` is not read, because `reason`."""
+    """`dead` is not read, because of `reason`, where `is_off` holds for the value of `key`."""
 
     dead: str
     key: str
@@ -68,7 +69,7 @@ SWITCHES = (
 
 
 def optimizer_class(stage: int, leaves: Leaves) -> str:
-    """Name of the class that DeepSpeed wraps around the optimizer."""
+    """Name of the class that DeepSpeed wraps around the optimizer, by stage, precision, offload."""
     if stage == 3:
         return ZERO_3
     is_bf16 = value_of(leaves, "bf16.enabled", False)
@@ -83,23 +84,23 @@ def value_of(leaves: Leaves, key: str, default: Any) -> Any:
 
 
 def named(key: str, origin: str) -> str:
-    """A key with where it came from, for messages."""
+    """A key with its origin, for messages."""
     return f"ds.{key}" if is_override(origin) else f"{key} ({origin})"
 
 
 def shown(key: str, value: Any, origin: str) -> str:
-    """The same, with its value."""
+    """A key with its value and origin, for messages."""
     written = as_written(value)
     return f"ds.{key}={written}" if is_override(origin) else f"{key}={written} ({origin})"
 
 
 def is_override(origin: str) -> bool:
-    """Whether a value was set by `ds.*`, not by a file."""
+    """True for a value that `ds.*` set, False for one of a file."""
     return origin.startswith("ds.")
 
 
 def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> list[str]:
-    """Every broken rule, one line each; `leaves` hold values of the right types."""
+    """Every broken rule, one line each; the values of `leaves` have the right types."""
     built = optimizer_class(stage, leaves)
     return [
         *_unread(leaves, stage, built),
@@ -117,7 +118,7 @@ def _is_read(key: str, built: str) -> bool:
 
 
 def _unread(leaves: Leaves, stage: int, built: str) -> list[str]:
-    """Keys whose readers are not built: at this stage, or in this run."""
+    """Problems of keys whose readers are not built: at this stage, or in this run."""
     problems = []
     for key, (value, origin) in leaves.items():
         if key not in KEYS or _is_read(key, built):
@@ -137,7 +138,7 @@ def _unread(leaves: Leaves, stage: int, built: str) -> list[str]:
 
 
 def _switched_off(leaves: Leaves) -> list[str]:
-    """Keys that another key makes dead. An override may switch off what the file has set."""
+    """Problems of keys that another key switches off. An override may switch off a file's key."""
     problems = []
     for switch in SWITCHES:
         if switch.dead not in leaves or not switch.is_off(
@@ -152,7 +153,7 @@ def _switched_off(leaves: Leaves) -> list[str]:
 
 
 def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
-    """The pipeline block and the pipeline size belong together; offload and pipeline do not."""
+    """Problems of the pipeline block without a pipeline, and of offload with one."""
     size = recipe.parallel.pipeline
     block = {key: leaf for key, leaf in leaves.items() if key.startswith("pipeline.")}
     problems = []
@@ -177,7 +178,7 @@ def _pipeline(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
 
 
 def _cut(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
-    """What ZeRO-3 cannot do with modules that are cut over tensor or context ranks."""
+    """Problems of ZeRO-3 with modules that are sharded over tensor or context ranks."""
     axes, problems = recipe.parallel, []
     if stage != 3 or axes.tensor * axes.context == 1:
         return problems
@@ -186,8 +187,8 @@ def _cut(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
     classes, origin = leaves.get(key, ([], "absent"))
     if "Block" not in classes:
         problems.append(
-            f"{shown(key, classes, origin)} with {where}: a cut block uses several weights at a"
-            " time, so ZeRO-3 must gather it whole; add Block"
+            f"{shown(key, classes, origin)} with {where}: a sharded block uses several weights at"
+            " a time, so ZeRO-3 must gather it whole; add Block"
         )
     key = f"{ZERO}.zero_hpz_partition_size"
     size, origin = leaves.get(key, (1, ""))
@@ -200,7 +201,7 @@ def _cut(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
 
 
 def _division(leaves: Leaves, stage: int, built: str) -> list[str]:
-    """Where gradients are divided: with reduce_scatter DeepSpeed does not look at these keys."""
+    """Problems of keys for the division of gradients, which reduce_scatter does not read."""
     problems = []
     reads = built == BF16 or value_of(leaves, SCATTER, True) is False
     for key, plain in ((PRESCALE, False), ("gradient_predivide_factor", 1)):
@@ -221,7 +222,7 @@ def _division(leaves: Leaves, stage: int, built: str) -> list[str]:
 
 
 def _sizes(leaves: Leaves, stage: int, data_size: int, parameters: int) -> list[str]:
-    """Sizes that must divide, and one that is memory."""
+    """Problems of sizes: too large, odd, or not a divisor of the number of ranks."""
     problems = []
     key, most = f"{ZERO}.reduce_bucket_size", max(parameters, DEFAULT_BUCKET)
     bucket, origin = leaves.get(key, (1, ""))
@@ -249,7 +250,7 @@ def _sizes(leaves: Leaves, stage: int, data_size: int, parameters: int) -> list[
 
 
 def _precision(leaves: Leaves, recipe: Recipe) -> list[str]:
-    """fp32 is the reference: nothing in it is rounded to 16 bits."""
+    """Problems with precision=fp32, the reference: nothing in it is rounded to 16 bits."""
     return [
         f"{shown(key, 'bf16', leaves[key][1])} contradicts precision=fp32, the reference;"
         " use precision=bf16"
@@ -259,7 +260,7 @@ def _precision(leaves: Leaves, recipe: Recipe) -> list[str]:
 
 
 def equal(given: Any, value: Any) -> bool:
-    """Equal as numbers where they are numbers: text "8" is 8, but true is not 1."""
+    """True where both are equal, as numbers if they are numbers: "8" is 8, but true is not 1."""
     if isinstance(value, bool) or isinstance(given, bool):
         return given is value
     try:

@@ -1,12 +1,12 @@
-"""Every key of the DeepSpeed JSON that has an effect here, and why each other one is refused.
+"""Every key of the DeepSpeed JSON that has an effect here, and the reason why others are refused.
 
 DeepSpeed reads top-level keys and the blocks data_types, pipeline, checkpoint and
-activation_checkpointing with `.get`: a typo there is ignored in silence. So this list, not
-DeepSpeed, says what exists; a test holds its zero_optimization and bf16 parts against DeepSpeed's
-own classes, and the readers of each key against what DeepSpeed reads while it trains. One rule: a
-key is listed with who reads it, or it is refused with the way out; `engine_rules` refuses it where
-its reader is not there. Sizes are numbers of elements unless they say otherwise. Written for
-DeepSpeed 0.19.8.
+activation_checkpointing with `.get`: a misspelt name there is ignored without a message. So this
+list, not DeepSpeed, says which keys exist; a test compares its zero_optimization and bf16 parts
+with DeepSpeed's own classes, and the readers of each key with what DeepSpeed reads while it trains.
+Rule: a key is listed with the classes that read it, or it is refused with the way out;
+`runtime.ds_config.key_rules` refuses it where no class that reads it is built. Sizes are numbers of
+elements unless they say otherwise. Written for DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ KEYS: dict[str, Key] = {
         bool, "add each gradient to the fp32 sum at once and free it", readers=(BF16,)
     ),
     "data_types.grad_accum_dtype": Key(str, "type in which gradients are summed", choices=DTYPES),
-    "pipeline.pipe_partitioned": Key(bool, "cut activations over tensor ranks when sent"),
-    "pipeline.grad_partitioned": Key(bool, "cut their gradients likewise"),
-    "zero_optimization.stage": Key(int, "what is cut: 1 optimizer, 2 + gradients, 3 + weights"),
+    "pipeline.pipe_partitioned": Key(bool, "shard activations over tensor ranks when sent"),
+    "pipeline.grad_partitioned": Key(bool, "shard their gradients likewise"),
+    "zero_optimization.stage": Key(int, "sharded: 1 optimizer, 2 + gradients, 3 + weights"),
     "zero_optimization.contiguous_gradients": _zero(bool, "copy gradients into one buffer"),
     "zero_optimization.reduce_scatter": _zero(bool, "each rank receives only its part"),
     "zero_optimization.reduce_bucket_size": _zero(
@@ -127,7 +127,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.leaf_module.classes": _zero3(
         list, "module classes gathered whole", choices=LEAF_CLASSES
     ),
-    "zero_optimization.zero_hpz_partition_size": _zero3(int, "ranks that hold a second cut", low=1),
+    "zero_optimization.zero_hpz_partition_size": _zero3(
+        int, "ranks that share a second copy", low=1
+    ),
     "zero_optimization.zero_quantized_weights": _zero3(bool, "gather weights in 8 bits"),
     "zero_optimization.zero_quantized_gradients": _zero3(bool, "reduce gradients in 4 bits"),
     "zero_optimization.memory_efficient_linear": _zero3(bool, "DeepSpeed's own linear function"),
@@ -152,7 +154,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 
 # The same with parallel.pipeline above 1.
-WHOLE = "a stage sends whole activations: DeepSpeed's cut needs them equal on all tensor ranks"
+WHOLE = "a stage sends whole activations: DeepSpeed's shards need them equal on all tensor ranks"
 FIXED_IN_PIPELINE: dict[str, tuple[Any, str]] = {
     "pipeline.pipe_partitioned": (False, WHOLE),
     "pipeline.grad_partitioned": (False, WHOLE),
@@ -287,7 +289,7 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": f"{REMOVED}; use zero_quantized_gradients alone",
 }
 
-# Refused keys that files of real life carry switched off: false or null is what holds here anyway.
+# Refused keys that public files carry switched off: false or null is what holds here anyway.
 OFF = {
     *(f"activation_checkpointing.{name}" for name in (
         "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "profile",

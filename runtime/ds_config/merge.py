@@ -2,9 +2,10 @@
 
     ds_configs/zero1.json  <-  ds.a.b=value  <-  "auto" and absent keys: recipe and layout
 
-One rule: each value has one owner. A key that the recipe owns may be "auto" or equal, never another
-value; what nobody fills is refused; the result is plain JSON with exact numbers and holds every key
-whose default DeepSpeed has changed before. No torch, no deepspeed. Units: sequences, elements.
+Rule: each value has one owner. A key that the recipe owns may be "auto" or equal, never another
+value; an "auto" that nothing fills is refused; the result is plain JSON with exact numbers and
+holds every key whose default DeepSpeed has changed before. No torch, no deepspeed. Units:
+sequences, elements.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine gets: fully resolved JSON, and the origin of each dotted key."""
+    """The fully resolved JSON that the engine gets, and the origin of each dotted key."""
 
     json: dict[str, Any]
     origins: dict[str, str]
@@ -77,12 +78,12 @@ class EngineConfig:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether BF16_Optimizer frees each 16-bit gradient as it is produced."""
+        """True where BF16_Optimizer frees each 16-bit gradient at once."""
         return self.json["bf16"].get("immediate_grad_update", False)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether optimizer states live outside the device."""
+        """True where optimizer states are in host memory."""
         block = self.json["zero_optimization"].get("offload_optimizer", {})
         return block.get("device", "none") != "none"
 
@@ -161,9 +162,9 @@ def engine_config(
 
 
 def ds_problems(ds: dict[str, Any]) -> list[str]:
-    """Those problems of `ds.*` that no layout is needed for: names, types and ranges.
+    """Problems of `ds.*` that can be found without a layout: names, types and ranges.
 
-    For a recipe that is refused anyway, so that a person sees everything at once.
+    For a recipe that is refused for another reason, so that a person sees all problems at once.
     """
     flat = {key: (value, f"ds.{key}") for key, value in _flat(ds) if value not in (AUTO, None)}
     _drop_idle(flat)
@@ -172,7 +173,7 @@ def ds_problems(ds: dict[str, Any]) -> list[str]:
 
 
 def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[str]:
-    """Problems of empty blocks and of names with a dot, which have no leaves of their own."""
+    """Problems of empty blocks and of names with a dot: neither has leaves."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if "." in str(key):
@@ -191,7 +192,7 @@ def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[
 
 
 def _merge(preset: Preset, ds: dict[str, Any], problems: list[str]) -> Leaves:
-    """Preset and `ds.*` as flat leaves; null for a block removes it."""
+    """Preset and `ds.*` as flat leaves; a null of `ds.*` for a block removes the block."""
     leaves: Leaves = {key: (value, preset.shown) for key, value in _flat(preset.json)}
     for key, value in _flat(ds):
         origin = f"ds.{key}"
@@ -214,8 +215,10 @@ def _merge(preset: Preset, ds: dict[str, Any], problems: list[str]) -> Leaves:
 
 
 def _drop_idle(leaves: Leaves) -> None:
-    """Remove what only switches off what is not there: a refused block with "enabled": false, what
-    a file says of an offload to "none", and the keys of OFF.
+    """Remove leaves that only switch off what does not exist here.
+
+    A refused block with "enabled": false, a file's settings of an offload to "none", the keys of
+    OFF.
     """
     off = [
         block
@@ -231,14 +234,14 @@ def _drop_idle(leaves: Leaves) -> None:
 
 
 def is_part_of(key: str, block: str) -> bool:
-    """Whether dotted `key` is `block` or lies in it."""
+    """True where the dotted `key` is `block` or lies in it."""
     return key == block or key.startswith(f"{block}.")
 
 
 def _fill_owned(
     leaves: Leaves, problems: list[str], recipe: Recipe, data_size: int, accumulation: int
 ) -> None:
-    """Values that the recipe owns; anything but "auto" or the same value is a contradiction."""
+    """Fill in the values that the recipe owns; any value but "auto" or the same is refused."""
     batch = f"layout: {data_size} data ranks x micro_batch {recipe.micro_batch} x {accumulation}"
     passes = "layout: batch_tokens / (data ranks x micro_batch x seq_len)"
     values = {
@@ -265,7 +268,7 @@ def _fill_owned(
 
 
 def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixed) -> None:
-    """Keys that follow from the recipe unless they are set, and keys with one legal value."""
+    """Fill in unset keys that follow from the recipe, and keys with one legal value."""
     sums = recipe.precision == "fp32" or accumulates or recipe.parallel.pipeline > 1
     reason = "precision" if recipe.precision == "fp32" else "accumulation"
     dtype = ("fp32" if sums else "bf16", f"recipe: {reason if sums else 'no accumulation'}")
@@ -280,8 +283,9 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixe
 
 
 def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
-    """Problems, and the leaves without any: known, of their type, in their range. Normalises
-    numbers.
+    """Problems, and the leaves that have none: known, of their type, in their range.
+
+    Replaces values by numbers of the key's type.
     """
     problems, autos, legal = [], [], {}
     for key, (value, origin) in leaves.items():
@@ -313,7 +317,7 @@ def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
 
 
 def _unknown(key: str, origin: str) -> str:
-    """The message for a key that is in no list, with the nearest one."""
+    """The message for an unknown key, with the nearest known one."""
     inside = [name.removeprefix(f"{key}.") for name in KEYS if name.startswith(f"{key}.")]
     if inside:
         return f"{named(key, origin)} is a block; its keys: {', '.join(inside)}"
@@ -325,7 +329,7 @@ def _unknown(key: str, origin: str) -> str:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """The value in the key's type. Raises ValueError with the reason."""
+    """The value converted to the key's type. Raises ValueError with the reason."""
     rule = KEYS[key]
     if rule.kind is int:
         value = as_int(value)
@@ -347,7 +351,7 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; an empty block and a name with a dot have none."""
+    """(dotted key, value) of every leaf; an empty block and a name with a dot have no leaves."""
     leaves = []
     for key, value in tree.items():
         if "." in str(key):

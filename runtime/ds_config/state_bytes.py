@@ -7,22 +7,25 @@ The textbook's 16 (Rajbhandari et al. 2020: 2 + 2 + 4 + 4 + 4) becomes, in DeepS
     master     4 / d, also in fp32: DeepSpeed steps a copy
     moments    8 / d (AdamW)
 
-d = data-parallel ranks. One rule: closed formulas, measured against allocated tensors. Not counted:
-activations, reduction and gather buckets (constant sizes), padding, weights that stage 3 keeps
-gathered because they are small.
+d = data-parallel ranks. These are closed formulas, which tests compare with allocated tensors. Not
+counted: activations, reduction and gather buckets (constant sizes), padding, weights that stage 3
+keeps gathered because they are small.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# With optimizer offload these live in host memory; only the weights are on the device.
+# With optimizer offload these are in host memory; only the weights are on the device.
 ON_HOST = ("gradients", "master", "moments")
 
 
 def of_layout(recipe: Any, layout: Any, engine: Any) -> dict[str, float]:
-    """Bytes per parameter and rank of `recipe` under a `parallel.layout.Layout` and the
-    `runtime.ds_config.merge.EngineConfig` made for it."""
+    """Bytes per parameter and rank of `recipe`, by kind of state.
+
+    `layout` is a `parallel.layout.Layout`, `engine` the `runtime.ds_config.merge.EngineConfig` for
+    it.
+    """
     return state_bytes(
         engine.stage,
         recipe.precision,
@@ -74,7 +77,7 @@ def _gradients(
     data_size: int,
     is_offloaded: bool,
 ) -> float:
-    """The most that is held at the end of a pass, without buckets."""
+    """Bytes of gradients per parameter at the end of a pass, where they are most; no buckets."""
     if is_offloaded:
         # A buffer in the accumulation type and the fp32 copy that the host optimizer reads.
         return (summed + 4) / data_size

@@ -1,14 +1,16 @@
 """DeepSpeed's engines behind one small interface.
 
-batches.py                 Micro-batches on their way to the device, and small arrays on their
-builds.py                  Where torch compiles extensions, and how a process waits for anothe
-communication.py           Counts what this rank sends and receives: every collective of torch
-engine.py                  The DeepSpeed engine behind the small interface that the loop uses
-initial_weights.py         Writes the initial weights that a rank holds, drawing no more of th
-learning_rate.py           The learning rate of every step
-memory.py                  Peak memory of this rank since its process began
-ops.py                     Builds DeepSpeed's operators once on a host, before ranks wait: `py
-optimizer.py               Which parameters decay, and the torch optimizer that DeepSpeed wrap
-pipeline_engine.py         The pipeline engine of DeepSpeed behind the interface of `runtime.e
-update_gate.py             The gate between DeepSpeed and the optimizer that it wraps: closed,
+batches.py           Moves micro-batches to the device, and gathers small arrays of all ranks
+build_engine.py      Builds the engine of a recipe on one rank
+builds.py            Folder and locks of the extensions that torch compiles
+communication.py     Counts what this rank sends and receives, by kind of collective
+deepspeed_import.py  Imports DeepSpeed without the parts that are not used here
+engine.py            The DeepSpeed engine behind the interface that the loop uses
+initial_weights.py   Writes the initial weights that a rank holds
+learning_rate.py     The learning rate of every step
+memory.py            Peak memory of this rank
+ops.py               Builds DeepSpeed's operators once on a host, before ranks wait for them
+optimizer.py         The parameter groups, and the torch optimizer that DeepSpeed wraps
+pipeline_engine.py   DeepSpeed's pipeline engine behind the same interface
+update_gate.py       Lets an update move the weights, or not: one answer for all ranks
 """

@@ -1,6 +1,6 @@
-"""Micro-batches on their way to the device, and small arrays on their way between ranks.
+"""Moves micro-batches to the device, and gathers small arrays of all ranks.
 
-The one rule: no copy to the device waits for it. Tensors are pinned first on CUDA, so the copy is
+Rule: no copy to the device waits for the device. On CUDA tensors are pinned first, so the copy is
 asynchronous.
 """
 
@@ -31,8 +31,10 @@ def to_device(batch: Any, device: torch.device) -> dict[str, Any]:
 
 
 def gather_hashes(local: np.ndarray, device: torch.device) -> np.ndarray:
-    """Every rank's 64-bit hashes, in rank order: uint64 (n,) -> (ranks, n). A collective call that
-    waits for the device, which `data.stream.collect` makes every few steps."""
+    """The 64-bit hashes of all ranks, in rank order: uint64 (n,) -> (ranks, n).
+
+    A collective that waits for the device; `data.stream.collect` calls it every few steps.
+    """
     mine = torch.from_numpy(local.view(np.int64)).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)

@@ -1,13 +1,14 @@
-"""Where torch compiles extensions, and how a process waits for another one that is compiling.
+"""Folder and locks of the extensions that torch compiles.
 
     own folder     .cache/torch_extensions/py3.11-torch2.13.0+cpu-deepspeed0.19.8/<operator>/
     lock           <operator>/lock, held with flock by the process that builds
 
-The one rule: a lock never blocks a start in silence. torch's lock is a file that a killed build
-leaves behind and that later starts wait on for ever; two environments that share a folder fight
-over it. Here each environment has a folder of its own, the lock of a dead process is taken over at
-once, a live one is waited for aloud, and a lock of torch's own kind, which nobody can be asked
-about, only until nothing beside it has changed for IDLE_LIMIT_S.
+Rule: a lock never blocks a start without a message. torch's own lock is a file: a killed build
+leaves it behind, and later starts wait for it without an end; two environments that share a folder
+disturb each other. Here each environment has a folder of its own. The lock of a dead process is
+taken over at once. While a live process holds the lock, the waiting process prints so. A lock of
+torch's own kind does not name its process, so it is waited for only until nothing beside it has
+changed for IDLE_LIMIT_S.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ IDLE_LIMIT_S = 900.0  # one file takes a compiler minutes, never a quarter of an
 SAY_AFTER_S = 5.0
 SAY_EVERY_S = 60.0
 LOOK_EVERY_S = 0.2
-MARK = b"held with flock\n"  # what tells our locks from torch's
+MARK = b"held with flock\n"  # content of our locks; torch's are empty
 
 
 def prepare() -> None:
-    """Choose the folder, unless the user has, and from now on take locks as said above."""
+    """Choose the folder, unless the user has chosen one; make torch use the locks of this file."""
     from torch.utils.file_baton import FileBaton
 
     if VARIABLE not in os.environ:
@@ -47,7 +48,7 @@ def prepare() -> None:
 
 
 def own_folder() -> Path:
-    """The folder of this environment: what is built depends on these three versions."""
+    """The folder of this environment; its name has the three versions that a build depends on."""
     versions = [f"py{sys.version_info[0]}.{sys.version_info[1]}"]
     for package in ("torch", "deepspeed"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -56,10 +57,10 @@ def own_folder() -> Path:
 
 
 def acquire(baton, log: Callable[[str], None] = lambda text: print(text, file=sys.stderr)) -> bool:
-    """Take the lock of a `FileBaton` and return True, whoever held it before.
+    """Take the lock of a `FileBaton`, after waiting for its holder; returns True.
 
-    What another process has built meanwhile is found there by the build that follows. Raises
-    UserError where the lock is torch's own and nothing beside it has changed for IDLE_LIMIT_S.
+    The build that follows finds what another process has built meanwhile. Raises UserError where
+    the lock is torch's own and nothing beside it has changed for IDLE_LIMIT_S.
     """
     path = Path(baton.lock_file_path)
     began = time.monotonic()
@@ -90,7 +91,7 @@ def acquire(baton, log: Callable[[str], None] = lambda text: print(text, file=sy
 
 
 def remove_abandoned(path: Path) -> bool:
-    """Remove a lock of ours whose process is gone; True where that was done."""
+    """Remove a lock of this kind whose process is gone; returns True where it was removed."""
     try:
         file = open(path, "rb")  # noqa: SIM115  closed below
     except FileNotFoundError:

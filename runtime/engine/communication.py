@@ -3,14 +3,14 @@
     counter = Counter()                 before deepspeed is imported, which keeps some functions
     counter.take() -> [Call, ...]       what was called since; `bytes_by_kind` sums them
 
-One rule: it counts calls and estimates nothing. Bytes are the payload of a call: the larger side as
+Rule: it counts calls and estimates nothing. The bytes of a call are its payload: the larger side as
 this rank sees it (the gathered tensor, the tensor before it is scattered), whatever algorithm
 moves it. With n ranks a ring sends 2 (n-1)/n of the payload of an all_reduce and (n-1)/n of that of
 a gather or a scatter.
 
-Cut modules say theirs by the functional form (`parallel.collectives`), which is heard as well. Not
+Parallel modules call the functional form (`parallel.collectives`), which is counted as well. Not
 counted: collectives that torch issues inside a call (only the outermost counts), those of compiled
-blocks, which no Python function sees, and those of a save beside training, which belong to no step.
+blocks, which no Python function sees, and those of a save in a thread, which belong to no step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from checkpoint.save.background import is_writer
 from parallel import collectives
 
-# What torch calls it -> what it is.
+# Name of torch's function -> kind of collective.
 COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "all_reduce",
@@ -47,11 +47,11 @@ COLLECTIVES = {
     "recv": "recv",
     "irecv": "recv",
 }
-FUNCTIONAL = "functional "  # before the names of those that cut modules say
+FUNCTIONAL = "functional "  # prefix of calls in the functional form
 
 
 class Call(NamedTuple):
-    """One collective. `function` is torch's name for it, `ranks` the size of its group."""
+    """One collective: `function` is torch's name of it, `ranks` the size of its group."""
 
     kind: str
     function: str
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Counter:
-    """Wraps torch.distributed's functions; one per process, for as long as it lives."""
+    """Wraps the functions of torch.distributed; one per process, until the process ends."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -99,7 +99,7 @@ class Counter:
         return counted
 
     def _wrap_functional(self, name: str, function: Any):
-        """`function(tensor, ..., group name)` gives its result as a tensor."""
+        """Wrap `function(tensor, ..., group name)`, which returns its result as a tensor."""
 
         def counted(*arguments):
             result = function(*arguments)
@@ -113,7 +113,7 @@ class Counter:
         return counted
 
     def _watch_backward(self) -> None:
-        """Know while autograd runs a backward pass."""
+        """Keep in `_in_backward` whether autograd runs a backward pass."""
         run = torch.autograd.backward
 
         def backward(*arguments, **keywords):
@@ -137,7 +137,7 @@ def payload(values: Iterable[Any]) -> int:
 
 
 def bytes_by_kind(calls: Iterable[Call]) -> dict[str, int]:
-    """Payload of each kind of call, in order of name."""
+    """Bytes of each kind of call, sorted by the name of the kind."""
     total: dict[str, int] = {}
     for call in calls:
         total[call.kind] = total.get(call.kind, 0) + call.bytes

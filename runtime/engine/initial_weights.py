@@ -1,9 +1,9 @@
-"""Writes the initial weights that a rank holds, drawing no more of them than it must.
+"""Writes the initial weights that a rank holds; draws only the rows that the rank needs.
 
-The one rule: the whole weight is a function of (seed, name), and a rank takes its part of it: of a
-cut parameter its shard, under ZeRO-3 of that a flat range. Only the rows that the part touches are
-drawn, a few at a time, so ranks share the work and no host holds more than it must. Units:
-elements.
+Rule: the whole weight is a function of (seed, name), and a rank takes its part of it: its shard of
+a parameter that is sharded, and under ZeRO-3 a flat range of that. Only the rows that the part
+touches are drawn, a few at a time, so ranks share the work and no host holds a whole weight that it
+does not own. Units: elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from model.init import BLOCK_ROWS
 from parallel.mesh import Axis
-from parallel.tensor import Shard
+from parallel.tensor import ParameterShard
 
 # (name, full shape, seed, config, rows) -> those rows of a weight, fp32.
 Draw = Callable[[str, tuple[int, ...], int, Any, slice], torch.Tensor]
@@ -34,8 +34,8 @@ def fill_owned(
 ) -> None:
     """Fill the parameters of this rank, given under their canonical names.
 
-    config: of the full model. data: the axis over which ZeRO-3 has cut each parameter into equal
-    flat ranges.
+    config: the configuration of the full model. data: the axis over which ZeRO-3 has divided each
+    parameter into equal flat ranges.
     """
     import deepspeed
 
@@ -44,7 +44,7 @@ def fill_owned(
         if stage == 3:
             shape, part = tuple(parameter.ds_shape), parameter.ds_tensor
             start = part.ds_numel * data.index
-        shard = getattr(parameter, "shard", Shard(shape))
+        shard = getattr(parameter, "shard", ParameterShard(shape))
         columns = slice(None)
         if shard.dim == 1:
             columns = slice(shard.offset, shard.offset + shape[1])
@@ -52,8 +52,8 @@ def fill_owned(
         stop = min(start + part.numel(), math.prod(shape))
         width = math.prod(shape[1:])
         first_row, end_row = above + start // width, above - (-stop // width)
-        # In whole blocks, because each block of random weights is drawn as one. The last parts of a
-        # weight that is cut into many may be padding alone.
+        # Rows come in whole blocks, because each block of random weights is drawn as one. The last
+        # parts of a weight that is divided into many may consist of padding.
         lows = range(first_row // BLOCK_ROWS * BLOCK_ROWS, end_row, BLOCK_ROWS)
         for low in lows if start < stop else ():
             rows = slice(max(low, first_row), min(low + BLOCK_ROWS, end_row))

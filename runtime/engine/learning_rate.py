@@ -1,8 +1,8 @@
 """The learning rate of every step.
 
-The one rule: it is a pure function of the step, set on the parameter groups before each update. No
-scheduler object has state to save, so a resumed run, another layout or another accumulation cannot
-shift it. No torch.
+Rule: it is a pure function of the step, set on the parameter groups before each update. There is no
+scheduler object whose state would have to be saved, so a resumed run, another layout or another
+accumulation cannot shift it. No torch.
 
 Units: steps are optimizer updates, counted from 1.
 """

@@ -1,6 +1,6 @@
 """Peak memory of this rank since its process began.
 
-One rule: host memory and device memory are two numbers, never added. Units: GiB (2**30 bytes).
+Rule: host memory and device memory are two numbers, never added. Units: GiB (2**30 bytes).
 """
 
 from __future__ import annotations

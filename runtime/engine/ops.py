@@ -1,8 +1,9 @@
 """Builds DeepSpeed's operators once on a host, before ranks wait: `python -m runtime.engine.ops`.
 
-The one rule: only what the files in ds_configs/ can ask for. Pinned host memory (zero3_offload) is
-all: the optimizer is torch's own. A first build takes minutes, in which the ranks of a run would
-wait for one another and seem to hang. Exit status 0 = built or already there, 1 = cannot be.
+Rule: it builds only the operators that the files in ds_configs/ can ask for. That is pinned host
+memory (zero3_offload) alone, because the optimizer is torch's own. A first build takes minutes, in
+which the ranks of a run would wait for one another and seem to hang. Exit status: 0 = built or
+there already, 1 = an operator cannot be built.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from base.errors import UserError
 
 
 def main() -> int:
-    """Build what is missing and say how long it took; returns the exit status."""
+    """Build the operators that are missing and print the time; returns the exit status."""
     from runtime.engine import builds
     from runtime.process.process import have_home
 
@@ -24,15 +25,14 @@ def main() -> int:
     builds.prepare()
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
-    from runtime.engine.engine import quiet
+    from runtime.engine.deepspeed_import import quiet
 
     quiet()
     return build({"pin_memory": PinMemoryBuilder()})
 
 
 def build(builders: Mapping[str, Any]) -> int:
-    """Load each operator, which compiles it where that has not been done; returns the exit
-    status."""
+    """Load each operator, which compiles it at the first time; returns the exit status."""
     status = 0
     for name, builder in builders.items():
         began = time.monotonic()

@@ -1,6 +1,6 @@
-"""Which parameters decay, and the torch optimizer that DeepSpeed wraps.
+"""The parameter groups (with and without weight decay), and the torch optimizer.
 
-The one rule: every parameter is in exactly one group, and only matrices decay.
+Rule: every parameter is in exactly one group, and only matrices decay.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from recipes.schema import Optim
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
-    """Two groups: matrices decay, vectors (norms, biases) do not. Each parameter is in one group.
+    """Two groups: matrices decay, vectors (norms, biases) do not.
 
-    Looks at the number of dims, not at names, which differ between models; under ZeRO-3 the full
-    shape is in `ds_shape`, because the parameter itself is empty.
+    The number of dims decides, not names, which differ between models; under ZeRO-3 the full shape
+    is in `ds_shape`, because the parameter itself is empty.
     """
     matrices, vectors = [], []
     for _, parameter in named:

@@ -2,11 +2,12 @@
 
     train_step:  F0 F1 F2 B0 F3 B1 ...   one forward, one backward, then reduce, norm, optimizer
 
-The one rule is the engine's: the loss is a mean over the target tokens of the global batch.
-DeepSpeed's pipeline divides by the number of micro-batches and cannot be told not to, so it is told
-that there is one, for the division, and how many there are, for the schedule; both ends scale
-inside the loss, as the plain engine does. Every rank gets all micro-batches of its data rank, all
-stages call alike, so no stage can run out of data before another.
+Rule, as for the plain engine: the loss is a mean over the target tokens of the global batch.
+DeepSpeed's pipeline divides the loss by the number of micro-batches, and no setting prevents that.
+So the engine is configured with one micro-batch, which is what it divides by, and gets the real
+number before each step, for its schedule; the loss is scaled inside the model, as in the plain
+engine. Every rank gets all micro-batches of its data rank and all stages make the same calls, so no
+stage can run out of data before another.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PipelineEngine(plain.Engine):
         phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: plain.NO_CONTEXT,
         may_update: MayUpdate | None = None,
     ) -> plain.StepResult:
-        """As in `Engine`; the whole schedule counts as compute, with waiting for other stages."""
+        """Like `Engine.train_step`; the phase `compute` contains the waits for other stages."""
         self.ds.micro_batches = len(micro_batches)
         shape = micro_batches[0]["input_ids"].shape
         if shape != self._shape:  # the sequence length grew: stages exchange shapes anew
@@ -75,7 +76,7 @@ class PipelineEngine(plain.Engine):
             self._before_optimizer = before_optimizer
             open_phase.enter_context(phase("compute"))
             loss = self.ds.train_batch(items)
-        # DeepSpeed stops its timer of each step, and keeps all times until somebody prints them.
+        # DeepSpeed keeps the times of all steps until they are printed; nothing prints them.
         self.ds.timers(TRAIN_BATCH_TIMER).reset()
         return plain.StepResult(
             loss=loss,
@@ -86,7 +87,7 @@ class PipelineEngine(plain.Engine):
         )
 
     def _loss_so_far(self) -> torch.Tensor:
-        """The global batch's mean loss before the update; DeepSpeed tells it only afterwards."""
+        """Mean loss of the global batch before the update; DeepSpeed returns it only afterwards."""
         loss = torch.zeros((), dtype=torch.float32, device=self.process.device)
         if self.ds.is_last_stage():
             loss += self.ds.total_loss / (self.layout.data * self.layout.tensor)
@@ -95,7 +96,7 @@ class PipelineEngine(plain.Engine):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
-        """As in `Engine`; every rank of a data rank must bring the same micro-batches."""
+        """Like `Engine.evaluate`; all ranks of one data coordinate must bring the same batches."""
         batches = list(micro_batches)
         items = self.model.begin(batches, targets=1, scale=1)
         # The shape of training unless the caller evaluates with another micro-batch size.

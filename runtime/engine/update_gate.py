@@ -1,12 +1,13 @@
-"""The gate between DeepSpeed and the optimizer that it wraps: closed, an update changes nothing.
+"""Lets an update move the weights, or not: a gate between DeepSpeed and its optimizer.
 
-    gradients reduced -> DeepSpeed takes the norm -> optimizer.step() -> open? -> weights move
-                                                                      '> closed: nothing is touched
+    gradients reduced -> DeepSpeed takes the norm -> optimizer.step() -> open:   weights move
+                                                                      -> closed: nothing changes
 
-The one rule: one answer per step, the same on all ranks. DeepSpeed calls the optimizer once per
-parameter group or, under ZeRO-3, per sub-group; the first call asks. It has read the norm by then,
-so asking adds no wait for the device. What it finds not finite it leaves out by itself, without
-a call; the question is then put afterwards, so that every step is judged.
+Rule: one answer per step, the same on all ranks. DeepSpeed calls the optimizer once per parameter
+group or, under ZeRO-3, per sub-group; the first call asks the health monitor. DeepSpeed has read
+the norm by then, so asking adds no wait for the device. Where the norm is not finite, DeepSpeed
+leaves the update out without a call; the question is then asked afterwards, so that every step is
+judged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MayUpdate = Callable[[float, float], bool]
 
 
 class UpdateGate:
-    """Stands before the optimizer of one engine; open unless a step brings a question."""
+    """The gate of one engine's optimizer; open unless `ask` gave a question for the step."""
 
     def __init__(self, ds: Any, is_plain: bool, device: torch.device):
         self._ds, self._is_plain, self._device = ds, is_plain, device
@@ -43,11 +44,11 @@ class UpdateGate:
         ds.basic_optimizer.step = gated
 
     def ask(self, loss: torch.Tensor, question: MayUpdate | None) -> None:
-        """The next update is one with this mean loss of the global batch, equal on all ranks."""
+        """Set the question of the next update, and its mean loss, which all ranks have alike."""
         self._loss, self._question, self._answer = loss, question, None
 
     def closed(self) -> bool:
-        """After DeepSpeed's step: whether the weights stayed as they were."""
+        """True where the weights did not move in this step; call it after DeepSpeed's step."""
         applied = self._ds.was_step_applied()
         if self._question is not None:
             applied = self._is_open() and applied
@@ -61,8 +62,8 @@ class UpdateGate:
                 dtype=torch.float64,
             )
             if not self._is_plain:
-                # Sums that other groups made in another order may differ in the last bit; all
-                # ranks judge what rank 0 has seen.
+                # Sums that groups make in different orders may differ in the last bit, so all ranks
+                # use the numbers of rank 0.
                 seen = seen.to(self._device)
                 dist.broadcast(seen, src=0)
             loss, norm = seen.tolist()

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.errors import UserError
+from base.jsonl import encode
 from base.redaction import redacted, secret_values
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import committed, read_manifest, size_problems
 from recipes.faults import Health as Knobs
 from record import history
 from record.bundle import write_bundle
-from record.records import strict_line
 from runtime.health.verdict import HealthState, Judgement, Verdict
 
 
@@ -128,7 +128,10 @@ def stopped(folder: Path, step: int, reason: str, judgement: Judgement, record: 
     }
     try:
         known = secret_values(os.environ)
-        texts = {"WHY.txt": f"{reason}\n", "verdict.json": strict_line(redacted(verdict, known))}
+        texts = {
+            "WHY.txt": f"{reason}\n",
+            "verdict.json": encode(redacted(verdict, known)).decode(),
+        }
         bundle = write_bundle(folder, f"step-{step:08d}", texts)
         where = f"runs/{folder.name}/{bundle.relative_to(folder)}/"
     except OSError as error:  # a full disk must not hide why the run stopped

@@ -53,7 +53,7 @@ class Console:
         self._is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_color = self._is_live and not os.environ.get("NO_COLOR")
         self._first: tuple[int, float] | None = None  # step and time where the estimate begins
-        self._val_loss: float | None = None
+        self._val: tuple[int, float | None] | None = None  # newest evaluation: step, loss
         self._shown = ""
         self._drawn_at = float("-inf")
 
@@ -65,12 +65,12 @@ class Console:
         left_s = self._left_s(step, now)
         is_evaluated = "val_loss" in line
         if is_evaluated:
-            self._val_loss = line["val_loss"]
+            self._val = (step, line["val_loss"])
         is_last = step >= self._total
         if self._is_live:
             if is_last or is_evaluated or now - self._drawn_at >= REDRAW_S:
                 self._drawn_at = now
-                fields = live_fields(self._name, line, self._total, self._val_loss, left_s)
+                fields = live_fields(self._name, line, self._total, self._val, left_s)
                 self._draw(fit(fields, self._columns() - 1), line["skipped"])
             return
         is_due = step % self._every == 0 or step == self._after_step + 1
@@ -112,7 +112,7 @@ def live_fields(
     name: str,
     line: Mapping[str, Any],
     total: int,
-    val_loss: float | None,
+    val: tuple[int, float | None] | None,
     left_s: float | None,
 ) -> list[tuple[int, str]]:
     """(importance, text) of each field of the live line, in display order; 0 is never dropped."""
@@ -124,10 +124,10 @@ def live_fields(
         (0, f"{line['step']}/{total}"),
         (6, bar),
         (1, f"loss {number(line['loss'], '.4f')}"),
-        (4, "" if val_loss is None else f"val {number(val_loss, '.4f')}"),
+        (4, "" if val is None else f"val {number(val[1], '.4f')}{at_step(val[0], line['step'])}"),
         (2, f"{number(line['tokens_per_s'], ',.0f')} tokens/s"),
         (7, "" if line["mfu"] is None else f"MFU {line['mfu']:.1%}"),
-        (5, "" if left_s is None else f"{duration(left_s)} left"),
+        (5, left_text(left_s)),
         (0, f"{line['skipped_steps']} skipped" if line["skipped_steps"] else ""),
     ]
     return [(importance, text) for importance, text in fields if text]
@@ -160,10 +160,22 @@ def plain_text(line: Mapping[str, Any], total: int, left_s: float | None) -> str
         speed,
         "" if line["mfu"] is None else f"MFU {line['mfu']:.1%}",
         f"{line['step_s']:.2f} s/step",
-        "" if left_s is None else f"{duration(left_s)} left",
+        left_text(left_s),
         skipped_text(line),
     ]
     return "  ".join(field for field in fields if field)
+
+
+def left_text(left_s: float | None) -> str:
+    """The time left; never 0 s, because steps are left; empty where it is not known."""
+    if left_s is None:
+        return ""
+    return "under 1 s left" if left_s < 1 else f"{duration(left_s)} left"
+
+
+def at_step(step: int, now: int) -> str:
+    """` (step 100)` for a number that was measured at another step than `now`."""
+    return "" if step == now else f" (step {step})"
 
 
 def skipped_text(line: Mapping[str, Any]) -> str:
@@ -191,7 +203,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         f"{number(summary['last_loss'], '.4f')} (step {summary['last_step']})"
     ]
     if summary["val_loss"] is not None:
-        lines[0] += f"; validation {summary['val_loss']:.4f}"
+        at = at_step(summary["val_step"], summary["last_step"])
+        lines[0] += f"; validation {summary['val_loss']:.4f}{at}"
         if summary["best_val_loss"] != summary["val_loss"]:
             lines[0] += f", best {summary['best_val_loss']:.4f} at step {summary['best_val_step']}"
     if summary["tokens_per_s"] is None:
@@ -203,6 +216,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
             f" {summary['tokens_per_s_p25']:,.0f} to "
             f"{summary['tokens_per_s_p75']:,.0f}); first step, evaluation and saves excluded"
         )
+        if summary["other_ranks"]:
+            text += f"; only the steps on {counted(summary['ranks'], 'rank')}"
         lines.append(text + ("" if summary["mfu"] is None else f"; MFU {summary['mfu']:.1%}"))
     if summary["peak_memory_gib"] is not None:
         lines.append(

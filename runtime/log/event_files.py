@@ -49,10 +49,14 @@ SERIES = {
         "memory/peak_gib",
         "peak of rank 0 so far, GiB: its device, or host without one",
     ),
+    "state_gib": (
+        "memory/state_gib",
+        "training state of a rank, GiB: weights, gradients and optimizer, from the layout",
+    ),
     "device_memory_gib": ("memory/device_gib", "peak allocated on rank 0's device so far, GiB"),
     "host_memory_gib": ("memory/host_gib", "peak resident memory of rank 0's process so far, GiB"),
     "communication_mib": (
-        "traffic/mib_per_step",
+        "network/mib_per_step",
         "payload of the step's collectives as rank 0 sees them, MiB",
     ),
     "grad_norm": ("optimizer/grad_norm", "global gradient norm before clipping"),
@@ -101,6 +105,7 @@ SERIES = {
     ),
     "eval_s": ("time/eval_s", "seconds of the evaluation after the step"),
 }
+EXTRA = "a number that the engine adds to the result of a step (StepResult.scalars)"
 ONLY_WHEN_ANY = ("eval_s",)  # a zero at every step without an evaluation would hide the points
 
 # field of a summary -> (tag, column of the hyper-parameters tab, which shows five at once)
@@ -122,14 +127,18 @@ NUM_SHOWN = 5
 # chart: the lines of a chart are then runs, each in its colour. Only those of GPUs and ranks share
 # one, so that the odd one out is seen.
 PAGE = {
-    "Speed and learning": {
-        "Throughput, tokens/s over all ranks": "throughput/tokens_per_s",
-        "Model FLOP utilisation, 0..1": "throughput/mfu",
-        "Peak memory of rank 0, GiB": "memory/peak_gib",
+    "Learning": {
         "Training loss, nats per token": "loss/train",
         "Validation loss, nats per token": "loss/validation",
         "Gradient norm before clipping": "optimizer/grad_norm",
-        "Communication of rank 0, MiB per step": "traffic/mib_per_step",
+        "Learning rate": "optimizer/lr",
+    },
+    "Speed and memory": {
+        "Throughput, tokens/s over all ranks": "throughput/tokens_per_s",
+        "Model FLOP utilisation, 0..1": "throughput/mfu",
+        "Training state of a rank, GiB": "memory/state_gib",
+        "Peak memory of rank 0, GiB": "memory/peak_gib",
+        "Communication of rank 0, MiB per step": "network/mib_per_step",
     },
     "Where the seconds of a step go": {
         "Step, s": "time/step_s",
@@ -194,6 +203,8 @@ class EventFiles:
             if number is None or (field in ONLY_WHEN_ANY and number == 0):
                 continue
             points.append(self._scalar(tag, number, meaning))
+        for name, number in line.get("scalars", {}).items():
+            points.append(self._scalar(tag_of(name), math.nan if number is None else number, EXTRA))
         self._summary(step, points)
 
     def points(self, step: int, series: Mapping[str, tuple[float, str]]) -> None:
@@ -346,6 +357,11 @@ class EventFiles:
             if not self._has_warned:
                 self._has_warned = True
                 self._log(f"warning: {missing(error)}")
+
+
+def tag_of(name: str) -> str:
+    """The tag of an extra scalar of the engine: its name, in a group `extra` if it names none."""
+    return name if "/" in name else f"extra/{name}"
 
 
 def missing(error: OSError) -> str:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from base import jsonl
 from base.redaction import redact, secret_values
 from base.run_variables import LAUNCH
 from base.units import GIB, MIB
@@ -38,6 +39,7 @@ from runtime.monitor.device_table import throttle_names
 # Fields of metrics.jsonl from which `summary` computes a run's numbers.
 SUMMED = (
     "first_of_attempt", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens",
+    "tokens_per_s_per_rank",
     "mfu",
     "step_s", "skipped_steps", "loss",
 )  # fmt: skip
@@ -78,6 +80,7 @@ class StepNumbers:
     communication_bytes: Mapping[str, int] | None = None  # by kind (runtime.engine.communication)
     seq_len: int | None = None  # where it changes from step to step
     flops_per_token: float | None = None  # of this step, where seq_len changes
+    scalars: Mapping[str, float] = field(default_factory=dict)  # more numbers from the engine
 
 
 class MetricsWriter:
@@ -86,7 +89,8 @@ class MetricsWriter:
     `after_step` is the step from which this process goes on (0 = from the start): later lines of
     this segment are removed, and readers of the event files forget them. `flops_per_token` comes
     from model.cost, `peak_flops` is one device's (runtime.monitor.speed.peak_flops); without either
-    of them `mfu` is null.
+    of them `mfu` is null. `planned` = numbers of steps (last_step, total_steps) for the event that
+    begins the attempt; `state_gib` = training state of a rank.
     """
 
     def __init__(
@@ -101,11 +105,13 @@ class MetricsWriter:
         tensorboard: bool = True,
         wandb: str | None = None,
         log: Callable[[str], None] = print,
+        planned: Mapping[str, int] = {},
+        state_gib: float | None = None,
     ):
         self.folder = Path(folder)
         self.segment, self.world = segment, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._tensorboard, self._log = tensorboard, log
+        self._tensorboard, self._log, self._state_gib = tensorboard, log, state_gib
         self._file = self._events = self._mirror = None
         self._first_step: int | None = None  # the first step of this attempt
         self._uncharted: set[str] = set()  # fields and families without a chart
@@ -123,6 +129,7 @@ class MetricsWriter:
             after_step=after_step,
             world=world,
             started_unix_s=attempts.process_began_unix_s(),
+            **planned,
             **launch,
         )
         self.resume(after_step)
@@ -207,8 +214,8 @@ class MetricsWriter:
     def step(self, numbers: StepNumbers) -> dict[str, Any]:
         """Record one finished step and return its line."""
         self._skipped_steps += bool(numbers.skipped)
-        written = records.strict_line(self._line(numbers))
-        records.write_line(self._file, written)
+        written = jsonl.encode(self._line(numbers))
+        jsonl.append(self._file, written)
         line = records.parse_line(written)
         if self._events is not None:
             self._events.scalars(numbers.step, line)
@@ -254,6 +261,8 @@ class MetricsWriter:
             "accumulation": numbers.accumulation,
             "first_of_attempt": times.is_first,
         }
+        if self._state_gib is not None:
+            line["state_gib"] = self._state_gib
         if numbers.val_loss is not None:
             line["val_loss"] = numbers.val_loss
         if numbers.seq_len is not None:
@@ -261,6 +270,8 @@ class MetricsWriter:
         if numbers.communication_bytes is not None:
             line["communication_mib"] = sum(numbers.communication_bytes.values()) / MIB
             line["communication_bytes"] = dict(numbers.communication_bytes)
+        if numbers.scalars:
+            line["scalars"] = dict(numbers.scalars)
         return line
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -364,13 +375,20 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
 
     Speeds are medians over steps without the first step of each attempt, which compiles, allocates
     and fills caches; the quartiles show their spread. They are None where no other step was
-    recorded. Peak memory is the device's, or the host's where there is no device (`memory_of` says
-    which). Losses are None where they were not finite.
+    recorded. Where attempts had different numbers of ranks, speeds are those of the newest number
+    (`ranks`), and `other_ranks` is true. Peak memory is the device's, or the host's where there is
+    no device (`memory_of` says which). Losses are None where they were not finite.
     """
     lines = read_metrics(path, segment, SUMMED)
     if segment is None and lines:
         lines = [line for line in lines if line["segment"] == lines[-1]["segment"]]
-    steady = [line for line in lines if not line["first_of_attempt"]]
+    worlds = [ranks_of(line) for line in lines]
+    ranks = next((world for world in reversed(worlds) if world), None)
+    steady = [
+        line
+        for line, world in zip(lines, worlds, strict=True)
+        if not line["first_of_attempt"] and world in (ranks, None)
+    ]
     evaluated = [line for line in lines if line.get("val_loss") is not None]
     best = min(evaluated, key=lambda line: line["val_loss"], default={})
     on_device = any(line["device_memory_gib"] is not None for line in lines)
@@ -384,6 +402,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "first_loss": lines[0]["loss"] if lines else None,
         "last_loss": last.get("loss"),
         "val_loss": evaluated[-1]["val_loss"] if evaluated else None,
+        "val_step": evaluated[-1]["step"] if evaluated else None,
         "best_val_loss": best.get("val_loss"),
         "best_val_step": best.get("step"),
         "tokens_per_s": median,
@@ -394,7 +413,15 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "peak_memory_gib": max((line["memory_gib"] for line in lines), default=None),
         "memory_of": "device" if on_device else "host",
         "num_steady_steps": len(steady),
+        "ranks": ranks,
+        "other_ranks": any(world not in (ranks, None) for world in worlds),
     }
+
+
+def ranks_of(line: Mapping[str, Any]) -> int | None:
+    """Number of ranks that trained a step; None where its speed is not known."""
+    all_ranks, one = line.get("tokens_per_s"), line.get("tokens_per_s_per_rank")
+    return round(all_ranks / one) if all_ranks and one else None
 
 
 def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:

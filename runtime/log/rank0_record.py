@@ -1,6 +1,6 @@
 """The record that rank 0 keeps of a run while it trains: metrics, events, ledger, console.
 
-    loop -> write(finished step, one late) -> metrics.jsonl, TensorBoard, console
+    loop -> add(finished step)             -> the step before: metrics.jsonl, TensorBoard, console
          -> bad_step, saved, close         -> events.jsonl
          -> hardware                       -> devices.jsonl, ranks.jsonl, alarms
 
@@ -11,6 +11,7 @@ waits for the host. Units as in runtime.log.metrics.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,25 +21,30 @@ from typing import Any
 import torch
 
 from base.errors import UserError
+from base.units import GIB
 from checkpoint.format.epochs import Fenced
 from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.save.commit import SaveReport
 from data.stream.ledger import Ledger
 from model.cost import flops_per_token
+from parallel.layout import parameters_per_stage
 from recipes.schema import Recipe
 from record import run_folder
 from record.alerts import AlertSender
+from record.failure import failure_of
+from record.heartbeat import HEART
 from record.requests import AskedEarly
+from runtime.ds_config.state_bytes import of_layout
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
 from runtime.log.metrics import MetricsWriter, StepNumbers, hyper_parameters
-from runtime.monitor.clock import Span
-from runtime.monitor.hardware import DeviceReading, RankTimes, Said
+from runtime.monitor.clock import TimeSpan
+from runtime.monitor.readings import DeviceReading, News, RankTimes
 from runtime.monitor.speed import peak_flops
 from runtime.process.process import Process
 from runtime.resolve import Resolved
-from runtime.saving import Note
+from runtime.save_writers import Note
 
 # Kinds of notes at a save that people must learn at once, through the alert command.
 PASSED_ON = ("save_stuck", "drift")
@@ -51,7 +57,7 @@ class Finished:
     data: Any
     lr: float
     result: StepResult
-    span: Span
+    span: TimeSpan
     val_loss: torch.Tensor | None
     communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
@@ -73,6 +79,7 @@ class RunRecord:
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
         self._has_warned = self._is_failing = False
+        self._late: Finished | None = None  # the newest step; its scalars are not read yet
         name = recipe.run + (f" segment {segment}" if segment else "")
         self.console = Console(
             name, resolved.last_step, after_step=after_step, every=recipe.log.every
@@ -90,6 +97,8 @@ class RunRecord:
             tensorboard=recipe.log.tensorboard,
             wandb=recipe.log.wandb,
             log=self.console.log,
+            planned={"last_step": resolved.last_step, "total_steps": resolved.total_steps},
+            state_gib=state_gib(recipe, resolved),
         )
         self.alert = AlertSender(recipe.run, recipe.alerts, self.writer.event, self.console.log)
         self.writer.describe(
@@ -106,8 +115,18 @@ class RunRecord:
         for line in lines:
             self.console.log(line)
 
-    def write(self, finished: Finished) -> None:
-        """Read the scalars of a step and record them."""
+    def add(self, finished: Finished) -> None:
+        """Record the step before this one, and keep this one until the next, or until `flush`."""
+        self.flush()
+        self._late = finished
+
+    def flush(self) -> None:
+        """Record the newest step now: read its scalars, which may make the host wait."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._write(late)
+
+    def _write(self, finished: Finished) -> None:
         data, result = finished.data, finished.result
         numbers = StepNumbers(
             data.step,
@@ -124,6 +143,7 @@ class RunRecord:
             communication_bytes=finished.communication_bytes,
             seq_len=data.length if self._warms_up else None,
             flops_per_token=self._flops_per_token(data.length),
+            scalars={name: float(value) for name, value in result.scalars.items()},
         )
         self.console.step(self.writer.step(numbers))
 
@@ -135,7 +155,7 @@ class RunRecord:
         self.writer.sync()
         self.ledger.sync()
 
-    def hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def hardware(self, step: int, news: Iterable[News]) -> None:
         """Record news about GPUs and ranks; `step` is the step that was launched last."""
         try:
             self._hardware(step, news)
@@ -144,7 +164,7 @@ class RunRecord:
                 self._has_warned = True
                 self.console.log(f"warning: readings of the hardware are not recorded: {error}")
 
-    def _hardware(self, step: int, news: Iterable[DeviceReading | RankTimes | Said]) -> None:
+    def _hardware(self, step: int, news: Iterable[News]) -> None:
         for one in news:
             if isinstance(one, DeviceReading):
                 self.writer.devices(step, one.host, one.gpus)
@@ -259,13 +279,21 @@ class RunRecord:
         if isinstance(error, Fenced):  # the record belongs to another attempt now
             self.console.close()
             return
+        # The newest step is finished and may be the last that this attempt trained. Its scalars
+        # cannot be read where the device itself has failed.
+        with contextlib.suppress(Exception):
+            self.flush()
         cause = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if isinstance(error, UserError):
             cause = "gave_up"  # it had begun, and another start would end in the same way
         if isinstance(error, AskedEarly):
             cause = error.ending.cause
+        facts, failure = {}, HEART.failure or failure_of(error)
+        if cause in ("failed", "gave_up"):
+            facts["error"] = dataclasses.asdict(failure)
         with contextlib.suppress(OSError):  # the disk may be what failed
-            self.writer.event(cause, reason=str(error) or type(error).__name__)
+            if cause != "failed" or not failure.is_consequence:
+                self.writer.event(cause, reason=failure.text or failure.type, **facts)
             self.alert.close()
             self.writer.close()
         self.console.close()
@@ -284,3 +312,10 @@ class RunRecord:
             self.console.log(
                 f"{cause} after step {facts['step']}, {saved}; the same command goes on"
             )
+
+
+def state_gib(recipe: Recipe, resolved: Resolved) -> float:
+    """Training state of a rank of the first pipeline stage, GiB, from the layout."""
+    bytes_per_parameter = of_layout(recipe, resolved.layout, resolved.engine)
+    parameters = parameters_per_stage(recipe.model, resolved.layout)[0]
+    return sum(bytes_per_parameter.values()) * parameters / GIB

@@ -1,17 +1,17 @@
-"""Where the time of a step goes, without making the device wait.
+"""Seconds of each part of a step, measured without making the device wait.
 
     step N:   | data | compute | optimizer | eval | save | data | ...     : step N+1
               ^                                   ^
            finish()         with phase(name)   finish()                the rest is `other`
 
-One rule: stamps are taken now and read late. On a GPU a stamp is a CUDA event in the current
-stream, and `finish()` hands back a `Span` that is read one step later, when the device has passed
-it: no stamp costs a synchronisation. Differences are then the device's own time line (`data_s` is
-how long it stood idle for want of a batch). On a CPU a stamp is the clock itself.
+Rule: stamps are taken now and read late. On a GPU a stamp is a CUDA event in the current stream,
+and `finish()` returns a `TimeSpan` that is read one step later, when the device has passed it: no
+stamp costs a synchronisation. Differences are then the device's own time line (`data_s` is how long
+the device was idle because no batch had come). On a CPU a stamp is the clock itself.
 
-A save begins when its step is on record: its seconds are in the event `saved`, in no step's line.
-Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation and
-saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed.
+A save begins when its step has been recorded: its seconds are in the event `saved`, in no step's
+line. Units: seconds of this rank. `step_s` is the time between two boundaries WITHOUT evaluation
+and saves; every tokens/s and MFU of this project is computed from it, so neither is in any speed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from runtime.monitor.stamps import cuda_seconds, cuda_stamp
+
 if TYPE_CHECKING:
     from runtime.monitor.own_time import OwnTime
 
 # data: waiting for the batch; compute: forward and backward of all micro-batches; eval and save are
-# not part of step_s; other: what nobody claimed (logging, the learning rate, Python itself).
+# not part of step_s; other: time outside of all phases (logging, the learning rate, Python itself).
 PHASES = ("data", "compute", "optimizer", "eval", "save", "other")
-APART = ("eval", "save")  # in no speed
+APART = ("eval", "save")  # left out of every speed
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class StepTimes:
     is_first: bool = False  # first step of this process: compiles, allocates, fills caches
 
 
-class Span:
-    """One finished step, not yet read: its begin, then (phase that ended, stamp) in order."""
+class TimeSpan:
+    """The stamps of one finished step: its begin, then (phase that ended, stamp) in order."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class Span:
         own: Callable[[], float | None] = lambda: None,
     ):
         self._stamps, self._seconds, self._is_first = stamps, seconds, is_first
-        self.own_s = own  # without waiting for other ranks; to be called as late as `times`
+        # Seconds without waits for other ranks; call it as late as `times`.
+        self.own_s = own
 
     def times(self) -> StepTimes:
         """Read the stamps; on a GPU this waits for the end of the step: call it one step later."""
@@ -88,7 +91,7 @@ class StepClock:
         self._is_first = True
 
     def start(self) -> None:
-        """Begin a step here; what came before belongs to none."""
+        """Begin a step here; the time before belongs to no step."""
         self._stamps = [("begin", self._stamp())]
         if self._own:
             self._own.begin()
@@ -97,8 +100,8 @@ class StepClock:
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step; `name` is one of PHASES."""
         assert name in PHASES, f"phase {name!r} is not one of {PHASES}"
-        assert self._open is None, f"phase {name} inside {self._open}: whose time would it be?"
-        self._mark("other")  # what passed since the last phase
+        assert self._open is None, f"phase {name} begins inside of phase {self._open}"
+        self._mark("other")  # the time since the last phase
         self._open = name
         is_apart = self._own is not None and name in APART
         try:
@@ -108,16 +111,16 @@ class StepClock:
             self._mark(name)
             self._open = None
 
-    def finish(self) -> Span:
-        """The step ends here and the next one begins; what no phase claimed is `other`."""
+    def finish(self) -> TimeSpan:
+        """End the step here and begin the next one; time outside of all phases is `other`."""
         self._mark("other")
         own = [self._own.finish()] if self._own else []
-        span = Span(self._stamps, self._seconds, self._is_first, *own)
+        span = TimeSpan(self._stamps, self._seconds, self._is_first, *own)
         self._stamps, self._is_first = [("begin", self._stamps[-1][1])], False
         return span
 
     def _mark(self, phase: str) -> None:
-        """What passed since the stamp before belongs to `phase`."""
+        """Count the time since the last stamp to `phase`."""
         assert self._stamps, "start() first"
         self._stamps.append((phase, self._stamp()))
 
@@ -125,18 +128,3 @@ class StepClock:
 def cuda_clock(own: OwnTime | None = None) -> StepClock:
     """A StepClock on the current CUDA stream; its stamps are events, read when the step is over."""
     return StepClock(cuda_stamp, cuda_seconds, own)
-
-
-def cuda_stamp() -> Any:
-    """An event in the current stream."""
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def cuda_seconds(begin: Any, end: Any) -> float:
-    """Seconds of the device between two events."""
-    end.synchronize()  # returns at once where the step is over, as it is one step later
-    return begin.elapsed_time(end) / 1000  # CUDA gives milliseconds

@@ -1,4 +1,4 @@
-"""When the readings of a GPU are worth waking somebody: pure functions over one card's history.
+"""Decides which readings of a GPU are an alarm: pure functions over the history of one card.
 
     reading (every 10 s or so) -> CardWatch.add -> [Alarm, ...]
 
@@ -8,9 +8,9 @@
                   cannot be
     lost, xid     the driver gave the card up, or reported an error
 
-The one rule: one alarm per trouble, not per reading. What flaps is one trouble until it has been
-gone for CLEAR_S. What was there at the first reading is told once, as it is at a doctor's visit.
-Limits are the card's own. Units: degrees Celsius, seconds.
+Rule: one alarm per trouble, not per reading. A trouble that comes and goes is one trouble until it
+has been gone for CLEAR_S. A trouble that is there at the first reading is reported once. Limits are
+the card's own. Units: degrees Celsius, seconds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from runtime.monitor.device_table import BAD_THROTTLE, DRAIN, IGNORE, THROTTLE, 
 
 CLEAR_S = 300.0
 LOADED_PERCENT = 10  # a card that idles is cold, and its clocks are down for good reason
-NEAR_C = 2  # this close to the slowdown temperature is too close
-TREND_C = 15  # further away than this a trend is a start-up
-# Lengths of history that a trend is taken from; it is drawn on for half of that. A card warms up on
-# a curve that levels off: a line drawn on for less than the curve's time constant does not pass
-# where it ends, and a curve that is quicker than that levels off visibly.
+NEAR_C = 2  # distance to the slowdown temperature that is an alarm
+TREND_C = 15  # at a larger distance a rising temperature is a normal start
+# Lengths of history that a trend is taken from; it is extended by half of that. The temperature of
+# a card that warms up levels off: a line that is extended by less than the time constant of that
+# curve stays below its end, and a quicker curve levels off visibly.
 TRENDS_S = (60.0, 300.0, 1800.0)
 LEVELLING = 0.7  # slope of the later half / that of the earlier; below this it levels off
 LEAST_READINGS = 5
@@ -36,7 +36,7 @@ Reading = Mapping[str, Any]
 
 
 class Alarm(NamedTuple):
-    """One trouble of one card. `index` None: the host's, the card is not known."""
+    """One trouble of one card. `index` None: a trouble of the host whose card is not known."""
 
     index: int | None
     what: str
@@ -45,20 +45,20 @@ class Alarm(NamedTuple):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is for the record only."""
+        """True where it is recorded but not shown."""
         return self.action == IGNORE
 
 
 class CardWatch:
-    """One card: what it was like lately, and which of its troubles have been told."""
+    """The recent history of one card, and the troubles that have been reported."""
 
     def __init__(self) -> None:
         self._temperatures: deque[tuple[float, float]] = deque()
-        self._told: dict[str, float] = {}  # what -> when it was last seen
+        self._reported: dict[str, float] = {}  # what -> when it was last seen
         self._uncorrected: int | None = None
 
     def add(self, reading: Reading, at_s: float) -> list[Alarm]:
-        """The troubles that are new with this reading, taken at `at_s` of any steady clock."""
+        """The troubles that are new with this reading; `at_s` is its time by a steady clock."""
         if (temperature := reading.get("temperature_c")) is not None:
             self._temperatures.append((at_s, temperature))
             while self._temperatures[0][0] < at_s - TRENDS_S[-1]:
@@ -66,20 +66,19 @@ class CardWatch:
         found = [*self._states(reading), *throttled(reading), *heat(reading, self._temperatures)]
         new = []
         for trouble in found:
-            seen = self._told.get(trouble.what)
+            seen = self._reported.get(trouble.what)
             if seen is None or at_s - seen > CLEAR_S:
                 new.append(Alarm(reading["index"], *trouble))
-            self._told[trouble.what] = at_s
+            self._reported[trouble.what] = at_s
         return new
 
     def _states(self, reading: Reading) -> list[Ailment]:
-        """Errors and states, the number of uncorrected errors by its jumps."""
+        """Errors and states of the card; each rise of uncorrected errors is a new trouble."""
         found = [each for each in ailments(reading) if each.what != "ecc"]
         errors, before = reading.get("ecc_uncorrected"), self._uncorrected
         if errors is not None:
             self._uncorrected = errors
             if errors > (before or 0):
-                # Each jump is a trouble of its own.
                 what, action, text = next(e for e in ailments(reading) if e.what == "ecc")
                 more = "" if before is None else f", {errors - before} more than before"
                 found.append(Ailment(f"{what} {errors}", action, text + more))
@@ -87,7 +86,7 @@ class CardWatch:
 
 
 def throttled(reading: Reading) -> list[Ailment]:
-    """What holds the clocks of a working card down, and should not."""
+    """Reasons that hold the clocks of a busy card down and that a healthy card does not have."""
     bits, load = reading.get("throttle") or 0, reading.get("utilization_percent")
     if load is not None and load < LOADED_PERCENT:
         return []
@@ -101,7 +100,7 @@ def throttled(reading: Reading) -> list[Ailment]:
 
 
 def heat(reading: Reading, history: Sequence[tuple[float, float]]) -> list[Ailment]:
-    """Whether a card is at its slowdown temperature, or will be soon as things go."""
+    """The trouble of a card that is at its slowdown temperature, or soon will be."""
     temperature, limit = reading.get("temperature_c"), reading.get("slowdown_c")
     if temperature is None or limit is None:
         return []
@@ -123,15 +122,17 @@ def heat(reading: Reading, history: Sequence[tuple[float, float]]) -> list[Ailme
 
 
 def trend(history: Sequence[tuple[float, float]], length_s: float) -> float | None:
-    """Degrees per second over the last `length_s`; None where it does not rise, or levels off, or
-    the history is shorter."""
+    """Degrees per second over the last `length_s` seconds.
+
+    None where the temperature does not rise, or levels off, or the history is shorter.
+    """
     if not history:
         return None
     now = history[-1][0]
     recent = [(at, value) for at, value in history if at >= now - length_s]
     if len(recent) < LEAST_READINGS or now - recent[0][0] < 0.8 * length_s:
         return None
-    # Medians of thirds: one wild reading moves none of them.
+    # Medians of thirds: one wrong reading changes none of them.
     third = len(recent) // 3 or 1
     parts = (recent[:third], recent[third:-third], recent[-third:])
     (began, low), (between, middle), (ended, high) = (

@@ -2,13 +2,12 @@
 
     standard output   lines of JSON, one reading each:
                       {"gpus": [{"index": 0, "temperature_c": 61, ...}, ...], "xids": [...]}
-                      {"notice": "..."}   once, where there is something to be said
+                      {"notice": "..."}   once, where something cannot be read
 
-The one rule: nobody depends on it. A call into the driver can hang for ever, so the training
-process only listens (runtime.monitor.devices), and the doctor waits with a time limit. A sensor
-that a card
-lacks is absent from its reading, never zero. Ends when standard input ends. Imports no torch, and
-`pynvml` (nvidia-ml-py) only here.
+Rule: no process depends on it. A call into the driver can hang without an end, so the training
+process only listens (runtime.monitor.devices), and `make doctor` waits with a time limit. A sensor
+that a card lacks is absent from its reading, never zero. Ends when standard input ends. Imports no
+torch; `pynvml` (nvidia-ml-py) is imported only here.
 
 Units: degrees Celsius, W, MHz, percent, GiB, counts since the driver was loaded.
 """
@@ -29,11 +28,11 @@ from base.units import GIB
 from runtime.monitor.device_table import XID_LINE, ailments, bus_key, xid
 
 KERNEL_LOG = "/dev/kmsg"
-MOST_LOG_LINES = 10_000  # a reading does not try to catch up with a flood
+MOST_LOG_LINES = 10_000  # per reading: a flood of lines must not delay it
 
 
 def main(arguments: list[str]) -> int:
-    """Read once, or every so many seconds; returns the exit status: 0, or 3 = no NVML here."""
+    """Read once, or every `--every` seconds; returns the exit status: 0, or 3 = no NVML here."""
     parser = argparse.ArgumentParser(prog="python -m runtime.monitor.device_reader")
     parser.add_argument("--every", type=float, default=0.0, help="seconds; 0 = once")
     parser.add_argument("--kernel-log", default=KERNEL_LOG)
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> int:
     log = KernelLog(options.kernel_log)
     events = XidEvents(nvml, handles)
     missing: set[str] = set()
-    by_bus: dict[tuple, int] = {}  # also of a card that is lost, which no longer says where it is
+    by_bus: dict[tuple, int] = {}  # kept, because a card that is lost does not report its address
     at = time.monotonic()
     while True:
         gpus = [read(nvml, index, handle, missing) for index, handle in enumerate(handles)]
@@ -69,14 +68,16 @@ def main(arguments: list[str]) -> int:
         if missing and options.every:
             emit({"notice": f"not reported by the GPUs here: {', '.join(sorted(missing))}"})
             missing.clear()
-        at = max(at + options.every, time.monotonic())  # no hurry after a slow one
-        # Until it is time, or whoever listens has gone.
+        at = max(
+            at + options.every, time.monotonic()
+        )  # after a slow reading the next one is not early
+        # Wait until it is time, or until the listening process has ended.
         if not options.every or wait_or_end(max(0.0, at - time.monotonic())):
             return 0
 
 
 def emit(content: dict[str, Any]) -> None:
-    """One line."""
+    """Print one line of JSON."""
     print(json.dumps(content), flush=True)
 
 
@@ -86,13 +87,13 @@ def text_of(value: str | bytes) -> str:
 
 
 def wait_or_end(seconds: float) -> bool:
-    """Sleep; True where standard input has ended meanwhile."""
+    """Sleep; returns True where standard input has ended meanwhile."""
     readable, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(readable)
 
 
 def open_all(nvml: Any) -> list[Any]:
-    """A handle of each GPU, or the error that took its place."""
+    """A handle of each GPU, or the error where it has none."""
     handles: list[Any] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -103,12 +104,14 @@ def open_all(nvml: Any) -> list[Any]:
 
 
 class Lost(Exception):
-    """The driver says that this card is gone."""
+    """The driver reports that this card is lost."""
 
 
 def read(nvml: Any, index: int, handle: Any, missing: set[str]) -> dict[str, Any]:
-    """One card as it is now: only what it reports. Names of sensors it lacks go into `missing`,
-    once."""
+    """The present reading of one card: only what the card reports.
+
+    Names of sensors that the card lacks are added to `missing`, once.
+    """
     card: dict[str, Any] = {"index": index}
     try:
         if isinstance(handle, nvml.NVMLError):
@@ -124,8 +127,8 @@ def read(nvml: Any, index: int, handle: Any, missing: set[str]) -> dict[str, Any
                 value = None
             if value is not None:
                 card |= value if isinstance(value, dict) else {name: value}
-            elif name not in ABSENT_QUIETLY and (index, name) not in TOLD:
-                TOLD.add((index, name))
+            elif name not in ABSENT_QUIETLY and (index, name) not in REPORTED:
+                REPORTED.add((index, name))
                 missing.add(name)
     except Lost:
         card["is_lost"] = True
@@ -135,13 +138,13 @@ def read(nvml: Any, index: int, handle: Any, missing: set[str]) -> dict[str, Any
     return card
 
 
-TOLD: set[tuple[int, str]] = set()
-# New, or only on some kinds of cards: nobody misses them.
+REPORTED: set[tuple[int, str]] = set()  # (card, sensor that it lacks)
+# Sensors that are new, or that only some kinds of cards have: their absence is not reported.
 ABSENT_QUIETLY = ("memory_temperature_c", "margin_c", "sram", "recovery_action", "slowdown_c")
 
 
 def questions(nvml: Any, handle: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(field, how to ask for it); an answer that is a mapping brings fields of its own."""
+    """(field, function that reads it); an answer that is a mapping has fields of its own."""
 
     def of_field(number: int) -> int | None:
         (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [number])
@@ -197,7 +200,7 @@ def questions(nvml: Any, handle: Any) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 def describe(key: tuple, by_bus: dict[tuple, int], text: str) -> dict[str, Any]:
-    """An Xid error, with the number of its GPU where that is one of this host."""
+    """An Xid error, with the number of its GPU where that is known."""
     bus, code = key
     return {"index": by_bus.get(bus), "code": code, "ailment": list(xid(code, text))}
 
@@ -240,7 +243,7 @@ class XidEvents:
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             self._events = nvml.nvmlEventSetCreate()
         for handle in handles if self._events is not None else ():
-            # A card that cannot does not keep the others from telling.
+            # A card without such events must not prevent those of others.
             with contextlib.suppress(nvml.NVMLError, AttributeError):
                 if not isinstance(handle, nvml.NVMLError):
                     nvml.nvmlDeviceRegisterEvents(
@@ -248,12 +251,12 @@ class XidEvents:
                     )
 
     def new(self) -> dict[tuple, str]:
-        """As `KernelLog.new`; without the line's text."""
+        """Like `KernelLog.new`, without the text of the line."""
         found = {}
         with contextlib.suppress(self._nvml.NVMLError):  # a timeout: no more of them
             while self._events is not None and len(found) < MOST_LOG_LINES:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                key: tuple = ()  # a card that has fallen off the bus may not say which it is
+                key: tuple = ()  # a card that has fallen off the bus may not report its address
                 with contextlib.suppress(self._nvml.NVMLError):
                     key = bus_key(text_of(self._nvml.nvmlDeviceGetPciInfo(event.device).busId))
                 found[key, int(event.eventData)] = ""

@@ -1,10 +1,9 @@
-"""What the states of a GPU mean and what to do about them: tables, and pure functions over them.
+"""States and errors of GPUs, with their meaning and what to do: tables, and pure functions.
 
-The one rule: this is the only place that knows. The run (runtime.monitor.device_alarms) and the
-doctor
-(launch.hosts.facts, through runtime.monitor.device_reader) read the same tables. Limits are those
-that a card
-reports of itself, none is written down here. Imports nothing but the standard library.
+Rule: these tables are the only place with this knowledge. The run (runtime.monitor.device_alarms)
+and `make doctor` (launch.hosts.facts, through runtime.monitor.device_reader) read the same tables.
+Limits are those that a card reports of itself; none is written here. Imports nothing but the
+standard library.
 
 Sources: NVIDIA's NVML reference (clocks event reasons, recovery actions), its catalog of Xid errors
 and its guide to memory errors of A100 and later; Stas Bekman's ml-engineering (lifetime SRAM
@@ -35,14 +34,14 @@ THROTTLE = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# What makes a card that works slow through a fault. The power cap is how cards are run.
+# Reasons that make a busy card slow through a fault. A power cap is normal operation.
 BAD_THROTTLE = {
     0x8: "clocks are halved or worse: heat, power supply or a board fault",
     0x20: "it is too hot: look at fans, air flow, coolant and its neighbours",
     0x40: "it is too hot, clocks are halved or worse: look at fans, air flow, coolant",
     0x80: "the power supply asks for it: look at supply, cables and the rack's power",
 }
-# More than this many uncorrected SRAM errors in a card's attempt: it will have more.
+# A card with more uncorrected SRAM errors than this in its lifetime will have more.
 MOST_SRAM_ERRORS = 4
 
 # Xid -> (action, meaning)
@@ -83,7 +82,7 @@ RECOVERY = {
 
 
 class Ailment(NamedTuple):
-    """What is wrong with a card. `what` names its kind; two of one kind are the same trouble."""
+    """One trouble of a card. `what` is its kind; two of one kind are the same trouble."""
 
     what: str
     action: str
@@ -91,14 +90,14 @@ class Ailment(NamedTuple):
 
 
 def throttle_names(bits: int) -> list[str]:
-    """The reasons why clocks are held down, by name."""
+    """Names of the reasons that hold clocks down."""
     known = [name for bit, name in THROTTLE.items() if bits & bit]
     rest = bits & ~sum(THROTTLE)
     return known + ([f"unknown 0x{rest:x}"] if rest else [])
 
 
 def ailments(card: Mapping[str, Any]) -> list[Ailment]:
-    """What is wrong with a card at any time, from one reading: reason enough not to start on it."""
+    """Troubles of a card by one reading; each is a reason not to start a run on it."""
     found = []
     if card.get("is_lost"):
         found.append(Ailment("lost", DRAIN, "the GPU is lost: it has fallen off the bus"))
@@ -109,7 +108,7 @@ def ailments(card: Mapping[str, Any]) -> list[Ailment]:
         found.append(Ailment("remap_pending", RESET, text))
     if card.get("sram_uncorrected_lifetime", 0) > MOST_SRAM_ERRORS:
         count = card["sram_uncorrected_lifetime"]
-        text = f"{count} uncorrected SRAM errors in its attempt, more than {MOST_SRAM_ERRORS}"
+        text = f"{count} uncorrected SRAM errors in its lifetime, more than {MOST_SRAM_ERRORS}"
         found.append(Ailment("sram", RMA, text))
     if card.get("ecc_uncorrected"):
         text = f"{card['ecc_uncorrected']} uncorrected memory errors since the driver was loaded"
@@ -121,14 +120,14 @@ def ailments(card: Mapping[str, Any]) -> list[Ailment]:
 
 
 def xid(code: int, text: str = "") -> Ailment:
-    """What an Xid error means. `text` is the rest of the kernel's line."""
+    """The meaning of an Xid error. `text` is the rest of the kernel's line."""
     action, meaning = XIDS.get(code, (RESTART, "see NVIDIA's catalog of Xid errors"))
     said = f" ({text.strip()[:200]})" if code == 154 and text.strip() else ""
     return Ailment(f"xid {code}", action, f"Xid {code}: {meaning}{said}")
 
 
 def bus_key(bus: str) -> tuple[int, int, int]:
-    """(domain, bus, device) of a PCI address as the kernel or NVML writes it; Raises ValueError."""
+    """(domain, bus, device) of a PCI address as the kernel or NVML writes it. Raises ValueError."""
     parts = bus.partition(".")[0].split(":")
     domain, number, device = parts if len(parts) == 3 else ("0", *parts)
     return int(domain, 16), int(number, 16), int(device, 16)

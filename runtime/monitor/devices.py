@@ -1,10 +1,10 @@
-"""Listens to the reader of this host's GPUs (runtime.monitor.device_reader), which may hang or die.
+"""Listens to the process that reads this host's GPUs (runtime.monitor.device_reader).
 
-    reader process --lines--> thread here --> DeviceReading: newest values, alarms so far
+    reader process --lines--> thread of this process --> newest values, alarms so far
 
-The one rule: a call into the driver that never returns costs readings and nothing else. A reader
-that says nothing for too long is killed and started again, ever more rarely; the first time there
-is one notice, and one when readings come again. Units: seconds.
+Rule: a call into the driver that never returns costs readings and nothing else. A reader that
+prints nothing for too long is killed and started again, with longer and longer pauses; there is one
+notice at the first time, and one when readings come again. Units: seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from base.paths import ROOT
 from runtime.monitor.device_alarms import Alarm, CardWatch
 
-START_S = 30.0  # Python and the driver's library, on a busy host
+START_S = 30.0  # time to start Python and the driver's library, on a busy host
 LONGEST_PAUSE_S = 600.0
-MOST_KEPT = 100  # alarms and notices that rank 0 may still have to hear
+MOST_KEPT = 100  # alarms and notices that rank 0 may not have read yet
 NO_NVML = 3
 
 
@@ -36,24 +36,25 @@ class Devices:
         self._cards: dict[int, CardWatch] = {}
         self._process: subprocess.Popen | None = None
         self._stopping = threading.Event()
-        self._health_monitor = threading.Lock()
+        self._lock = threading.Lock()
         self._news: dict[str, Any] = {"number": 0, "gpus": [], "said": []}
-        self._told = 0
-        self._is_silent, self._told_at = False, float("-inf")
+        self._num_facts = 0  # alarms and notices so far
+        self._is_silent, self._reported_at = False, float("-inf")
         threading.Thread(target=self._run, daemon=True, name="devices").start()
 
     def news(self) -> dict[str, Any]:
         """{"number": of the reading, "gpus": [...], "said": [[number, {...}], ...]}.
 
-        Said is all of late, numbered, so that who looks seldom misses nothing.
+        `said` holds the last alarms and notices with their numbers, so that a reader that looks
+        rarely misses none.
         """
-        with self._health_monitor:
+        with self._lock:
             return dict(self._news)
 
     def count(self) -> int:
-        """A number that rises whenever `news` changes."""
-        with self._health_monitor:
-            return self._news["number"] + self._told
+        """A number that rises with every change of `news`."""
+        with self._lock:
+            return self._news["number"] + self._num_facts
 
     def close(self) -> None:
         """End the reader."""
@@ -70,16 +71,19 @@ class Devices:
             if readings:
                 pause_s = self._timeout_s
             now = time.monotonic()
-            if not self._is_silent and now - self._told_at > LONGEST_PAUSE_S:
-                # What stops over and over is told now and then.
-                self._is_silent, self._told_at = True, now
+            if not self._is_silent and now - self._reported_at > LONGEST_PAUSE_S:
+                # Readings that stop again and again are reported from time to time.
+                self._is_silent, self._reported_at = True, now
                 self._log("notice", text=f"GPU readings have stopped: {why}; starting anew")
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _listen(self) -> tuple[int, str | None]:
-        """Start a reader and hear it to its end: how many readings, and why it ended; None = there
-        is nothing to read here."""
+        """Start a reader and listen until it ends.
+
+        Returns the number of readings and the reason of the end; None: this host has nothing to
+        read.
+        """
         command = [
             sys.executable,
             "-m",
@@ -91,7 +95,7 @@ class Devices:
             process = self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                stdin=subprocess.PIPE,  # its end is the reader's
+                stdin=subprocess.PIPE,  # the reader ends when this is closed
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
@@ -103,7 +107,7 @@ class Devices:
         output.register(process.stdout, selectors.EVENT_READ)
         while True:
             if not output.select(max(0.0, deadline - time.monotonic())):
-                process.kill()  # and no wait: it may be stuck in the kernel
+                process.kill()  # without a wait: it may be stuck in the kernel
                 return readings, f"no answer for {self._timeout_s:.0f} s"
             more = os.read(process.stdout.fileno(), 65536)
             if not more:
@@ -121,7 +125,7 @@ class Devices:
             deadline = time.monotonic() + self._every_s + self._timeout_s
 
     def _take(self, said: dict[str, Any]) -> None:
-        """One reading: its values, and what it gives reason to say."""
+        """Take one reading: its values, and the alarms that follow from it."""
         now = time.monotonic()
         alarms: list[Alarm] = []
         for gpu in said["gpus"]:
@@ -133,14 +137,14 @@ class Devices:
             self._log("notice", text="GPU readings have come again")
         for alarm in alarms:
             self._log("alarm", **alarm._asdict(), is_quiet=alarm.is_quiet)
-        with self._health_monitor:
+        with self._lock:
             self._news["number"] += 1
             self._news["gpus"] = said["gpus"]
         self._changed()
 
     def _log(self, kind: str, **facts: Any) -> None:
-        with self._health_monitor:
-            self._told += 1
-            said = [*self._news["said"], [self._told, {"kind": kind, **facts}]]
+        with self._lock:
+            self._num_facts += 1
+            said = [*self._news["said"], [self._num_facts, {"kind": kind, **facts}]]
             self._news["said"] = said[-MOST_KEPT:]
         self._changed()

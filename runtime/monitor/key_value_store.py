@@ -1,10 +1,10 @@
-"""Small facts from every rank to rank 0, beside training: nobody waits for anybody.
+"""Small facts from every rank to rank 0, beside training, without waiting for any rank.
 
-    any rank   post(name, value)  ->  the store at which the ranks met  ->  rank 0: read(names)
+    any rank   post(name, value)  ->  the store of the rendezvous  ->  rank 0: read(names)
 
-The one rule: no collective. A rank writes a key over and over, rank 0 looks at what is there; a
-rank that is late or gone costs its own facts and holds up nobody. It has a connection of its own,
-and only threads beside training use it. Values are JSON.
+Rule: no collective. A rank writes its keys again and again, rank 0 reads the keys that exist; a
+rank that is late or gone costs its own facts and delays no other rank. The store has a connection
+of its own, and only threads beside training use it. Values are JSON.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ PREFIX = "facts"
 
 
 class KeyValueStore:
-    """One rank's end of it. Calls raise OSError or RuntimeError where the store is gone."""
+    """The store as one rank uses it. Calls raise OSError or RuntimeError where it is gone."""
 
     def __init__(self, store: dist.Store):
         self._store = store
         self._is_complete: set[tuple[str, ...]] = set()
 
     def post(self, name: str, value: Any) -> None:
-        """Put a value under a name, in the place of the one before."""
+        """Write a value under a name; it replaces the one before."""
         self._store.set(name, json.dumps(value))
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """The newest value of each name that has one; asks once for all as soon as all have."""
+        """The newest value of each name that has one; one request once all names have values."""
         names = tuple(names)
         if names not in self._is_complete and self._store.check(list(names)):
             self._is_complete.add(names)
         there = names
-        if names not in self._is_complete:  # a key that is not there would be waited for
+        if names not in self._is_complete:  # a read would wait for a missing key
             there = tuple(name for name in names if self._store.check([name]))
         if not there:
             return {}
@@ -44,7 +44,7 @@ class KeyValueStore:
 
 
 def open_store() -> KeyValueStore:
-    """The board of this process group; its own connection to the store."""
+    """The key-value store of this process group, over a connection of its own."""
     # torch has no public name for the store that it was initialised with.
     store = dist.distributed_c10d._get_default_store()
     return KeyValueStore(dist.PrefixStore(PREFIX, store.clone()))

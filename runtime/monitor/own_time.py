@@ -1,23 +1,23 @@
-"""How long a rank needs for its own work in a step: the time it does not spend waiting for others.
+"""Own time of a rank in a step: the time in which it does not wait for other ranks.
 
     step     | own | all_gather | own | own ... | reduce | own | eval | own |
     own_s    = the parts marked `own`: data, forward, backward and optimizer between collectives
 
-One rule: everything that another rank can delay is left out, so a rank that waits is not taken for
-one that is slow. All ranks of a step end together, whichever of them was late; only this tells
-which. It holds for every layout, because it looks at the calls and not at phases: in ZeRO-3 and
+Rule: everything that another rank can delay is left out, so that a rank that waits is not taken for
+a rank that is slow. All ranks of a step end together, whichever of them was late; only the own time
+tells which. It holds for every layout, because it looks at calls and not at phases: in ZeRO-3 and
 under tensor parallelism a forward is full of collectives.
 
-What is left out: every call of a process group and every `wait` for one, also those that
-cut modules make (parallel.collectives), evaluation and saves. On a GPU nothing waits on the host;
-there the stamps are events in the stream of the computation, around the same calls and around that
-stream's waits for other streams (where DeepSpeed hides its prefetches), and are read late.
+Left out: every call of a process group and every `wait` for one, also those of parallel modules
+(parallel.collectives), evaluation and saves. On a GPU the host does not wait in these calls; there
+the stamps are events in the stream of the computation, around the same calls and around that
+stream's waits for other streams (where DeepSpeed hides its prefetches), and they are read late.
 
 On a CPU also left out: the time in which this thread was ready to run and another program had its
-core. That is the machine's load and no property of the rank.
+core. That is the load of the machine and no property of the rank.
 
 Not seen: collectives inside compiled blocks (they count as own time of all ranks alike), and a slow
-network, which delays everybody and no own time (`make doctor` measures links). Units: seconds.
+network, which delays every rank and no own time (`make doctor` measures links). Units: seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import collectives
+from runtime.monitor.stamps import cuda_seconds, cuda_stamp
 
 # Methods of a process group that end when other ranks have come; torch versions differ in names.
 CALLS = (
@@ -48,15 +49,15 @@ CALLS = (
 )  # fmt: skip
 STREAM_WAITS = ("wait_stream", "wait_event", "synchronize")
 
-Pairs = list[tuple[Any, Any]]  # stamps around each part that was own
+Pairs = list[tuple[Any, Any]]  # stamps around each part that is own time
 
 
 class OwnTime:
     """Adds up a rank's own time, step by step. One per process; `listen` makes calls report.
 
     `stamp()` takes a time and `seconds(a, b)` is the difference of two, as in
-    `runtime.monitor.clock`.
-    Steps that are not measured give None: on a GPU stamps are not free.
+    `runtime.monitor.clock`. One of `every` steps is measured, because on a GPU stamps are not free;
+    the others give None.
     """
 
     def __init__(
@@ -73,14 +74,17 @@ class OwnTime:
         self._pairs: Pairs | None = None
 
     def begin(self) -> None:
-        """A step begins here."""
+        """Begin a step here."""
         self._pairs = [] if self._steps % self._every == 0 else None
         self._since = self._stamp() if self._pairs is not None else None
         self._steps += 1
 
     def finish(self) -> Callable[[], float | None]:
-        """The step ends here and the next one begins: a function that gives its own seconds, to be
-        called late, or None where it was not measured."""
+        """End the step here and begin the next one.
+
+        Returns a function to be called late: the own seconds of the step, None where they were not
+        measured.
+        """
         pairs = self._pairs
         if pairs is not None:
             pairs.append((self._since, self._stamp()))
@@ -91,7 +95,7 @@ class OwnTime:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Time that is not this rank's own; may be nested, and is ignored on other threads."""
+        """Leave out the time inside the block. May be nested; is ignored on other threads."""
         if self._pairs is None or not is_training_thread() or not self._is_counted():
             yield
             return
@@ -106,7 +110,7 @@ class OwnTime:
                 self._since = self._stamp()
 
     def listen(self) -> None:
-        """From now on the calls of torch.distributed in this process are time apart."""
+        """Leave out the calls of torch.distributed in this process from now on."""
         for name in CALLS:
             if hasattr(dist.ProcessGroup, name):
                 setattr(dist.ProcessGroup, name, self._heard(getattr(dist.ProcessGroup, name)))
@@ -114,14 +118,15 @@ class OwnTime:
         collectives.intercept_wait(self._heard)
 
     def listen_to_streams(self) -> None:
-        """On CUDA: waits of the computation's stream for others, and of the host for it."""
+        """On CUDA: leave out the waits of the computation's stream for other streams, and the waits
+        of the host for the device."""
         computing = torch.cuda.current_stream()
         for name in STREAM_WAITS:
             function = getattr(torch.cuda.Stream, name)
             heard = self._heard(function)
 
             def chosen(stream, *arguments, function=function, heard=heard, name=name):
-                # The others may wait for each other; a `synchronize` holds up the host.
+                # Other streams may wait for each other; a `synchronize` makes the host wait.
                 is_ours = name == "synchronize" or stream == computing
                 return (heard if is_ours else function)(stream, *arguments)
 
@@ -140,12 +145,10 @@ class OwnTime:
 
 
 def own_time(device: torch.device, every: int) -> OwnTime:
-    """The one of this process, listening; on a GPU it measures one of `every` steps."""
+    """The own time of this process, listening; on a GPU it measures one of `every` steps."""
     if device.type != "cuda":
         own = OwnTime()
     else:
-        from runtime.monitor.clock import cuda_seconds, cuda_stamp
-
         computing = torch.cuda.current_stream()
         own = OwnTime(
             cuda_stamp, cuda_seconds, every, lambda: torch.cuda.current_stream() == computing
@@ -156,13 +159,13 @@ def own_time(device: torch.device, every: int) -> OwnTime:
 
 
 def is_training_thread() -> bool:
-    """Whether this thread trains: the main one, or one of autograd's, which Python did not make."""
+    """True on a thread that trains: the main one, or one that autograd made, not Python."""
     thread = threading.current_thread()
     return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
 
 
 def running_clock() -> Callable[[], float]:
-    """A clock of this thread that stands still while it is ready to run but waits for a core.
+    """A clock of this thread that does not count the time in which it waits for a core.
 
     Linux keeps that time in the second number of schedstat; elsewhere this is a plain clock.
     """

@@ -3,11 +3,11 @@
     runs/<run>/profile/  rank-0.trace.json.gz ...   for https://ui.perfetto.dev or chrome://tracing
                          operators.json             rank 0: what each operator took over the steps
 
-One rule: outside the steps asked for it costs nothing, and nothing it does changes a number of the
-run. Inside them every operator is slowed, small ones most: shares count, absolute times do not.
+Rule: outside of the chosen steps it costs nothing, and it changes no number of the run. Inside them
+every operator is slower, small ones most: compare shares, not absolute times.
 
-Units: seconds, summed over the steps and the threads of one rank. `self` leaves out what was spent
-in operators called from inside.
+Units: seconds, summed over the steps and the threads of one rank. `self` leaves out the time of
+operators that were called from inside.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from base.values import read_steps
 
 FOLDER, OPERATORS = "profile", "operators.json"
 Phase = Callable[[str], AbstractContextManager]
-MOST_TRACES = 8  # ranks do the same work; one host shows who waits for whom
+MOST_TRACES = 8  # ranks do the same work; one host shows which rank waits for which
 
 
 class Profiler:
@@ -44,7 +44,7 @@ class Profiler:
             yield
 
     def begin(self, step: int) -> None:
-        """Before anything of `step`."""
+        """Call this before everything else of `step`."""
         if step == self.steps.start:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -56,12 +56,12 @@ class Profiler:
             self._step.__enter__()
 
     def end(self, step: int) -> None:
-        """After everything of `step`; writes the files after the last one."""
+        """Call this after everything else of `step`. Writes the files after the last step."""
         if step not in self.steps or self._profile is None:
             return
         self._step.__exit__(None, None, None)
         if step == self.steps[-1]:
-            with self._clock_phase("save"):  # in no speed
+            with self._clock_phase("save"):  # left out of every speed
                 self._profile.stop()
                 self._write(self._profile)
             self._profile = None
@@ -79,7 +79,7 @@ class Profiler:
 
 
 class NoProfiler:
-    """What the loop talks to where nothing is to be recorded."""
+    """Stands in for the profiler where no step is recorded."""
 
     def __init__(self, phase: Phase):
         self.phase = phase

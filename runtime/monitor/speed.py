@@ -1,10 +1,9 @@
-"""Tokens per second and model FLOP utilisation, and the peak of the devices we know.
+"""Tokens per second, model FLOP utilisation, and the peaks of known devices.
 
-One rule: a speed is a pure function of tokens, seconds and ranks, so every place that prints one
-prints the same number. Where the peak is not known there is no utilisation (None), never a guess.
+Rule: a speed is a pure function of tokens, seconds and ranks, so every place that prints one prints
+the same number. Where the peak is not known there is no utilisation (None), never a guess.
 
-Units: tokens/s over all ranks unless the name says per rank; FLOP/s inside, TFLOP/s where people
-type them.
+Units: tokens/s over all ranks unless the name says per rank; FLOP/s inside, TFLOP/s in the recipe.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Which rank is slow, from the own times of all ranks (runtime.monitor.own_time): pure functions.
+"""Decides which rank is slow, from the own times of all ranks (runtime.monitor.own_time).
 
     window     WINDOW_STEPS steps; a rank's value is the lower quartile of its own times in them
     sudden     SUDDEN_WINDOWS in a row, and at least SUDDEN_S seconds, above 4/3 of its peers
     creeping   over LASTING_S seconds the median of its ratios is above 1.05 and far from the others
 
-The one rule: a rank is held against its peers, the other ranks of its pipeline stage, whose work is
-equal; their median is what a healthy rank needs. The median and not the best one: with many ranks
-and batches of unequal cost the best is an extreme value, and everybody else would look slow. Half
-of the ranks may be slow (a whole host of two) and are still found.
+Rule: a rank is compared with its peers, the other ranks of its pipeline stage, whose work is equal;
+their median is the time of a healthy rank. The median and not the best: with many ranks and batches
+of unequal cost the best is an extreme value, and all other ranks would look slow. Half of the ranks
+may be slow (one whole host of two) and are still found.
 
-Robust against noise: noise only adds time, and seldom to three of four steps of twelve in a row; a
-rank must stand out of the spread of its peers (their median absolute deviation), unless it needs
-twice their time; and a few milliseconds are never anybody's fault. A stage with one rank has no
-peer: it is held against its own past, as a share of what the other ranks need, which a batch of
-another size changes for all alike. Units: seconds; ratios to the (lower) median of the peers; NaN =
-not known.
+Noise only adds time, and rarely to three of four steps in three windows in a row. A rank must also
+stand out of the spread of its peers (their median absolute deviation), unless it needs twice their
+time, and a few milliseconds are never reported. A stage with one rank has no peers: the rank is
+compared with its own past, as a share of the time of the other ranks, which a batch of another size
+changes for all alike. All functions are pure. Units: seconds; ratios to the (lower) median of the
+peers; NaN = not known.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ import numpy as np
 
 WINDOW_STEPS = 4
 SUDDEN_WINDOWS = 3
-SUDDEN_S = 2.0  # of quick steps many windows pass in the blink of an eye
+SUDDEN_S = 2.0  # with quick steps three windows would be too short a time
 SUDDEN_RATIO = 1 / 0.75
 CERTAIN_RATIO = 2.0  # whatever the spread
-LEAST_S = 0.05  # per step; less is logging, memory, luck
+LEAST_S = 0.05  # per step; a smaller difference is logging, memory or chance
 LASTING_S = 600.0
 LASTING_WINDOWS = 20
 LASTING_RATIO = 1.05
 LASTING_EVERY = 5  # windows between two looks
 WELL_RATIO = (1 + SUDDEN_RATIO) / 2
 MOST_KEPT = 2000  # windows
-PAST_WINDOWS, LEAST_PAST = 25, 5  # what a rank without peers is held against
+PAST_WINDOWS, LEAST_PAST = 25, 5  # the past that a rank without peers is compared with
 SPREADS = 4.0
-FEW_PEERS = 4  # below this a spread says nothing
+FEW_PEERS = 4  # a spread of so few values has no meaning
 TO_DEVIATION = 1.4826  # of a normal distribution, from the median absolute deviation
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is slow since `since_step`; `own_s` and `peers_s` are of the last window."""
+    """A rank that is slow since `since_step`; `own_s` and `peers_s` belong to the last window."""
 
     rank: int
     own_s: float
@@ -57,10 +57,10 @@ class Slow:
 
 
 class Window(NamedTuple):
-    """What all ranks needed in a window that ended with `step` and took `seconds`; arrays (ranks,).
+    """Times of all ranks in a window that ended with `step` and took `seconds`; arrays (ranks,).
 
-    `peers_s` is the median of each rank's peers; of one without peers, what it would need as it
-    used to be.
+    `peers_s` is the median of each rank's peers; for a rank without peers the time it would need by
+    its own past.
     """
 
     step: int
@@ -71,19 +71,21 @@ class Window(NamedTuple):
 
 
 def quartile(values: Sequence[float]) -> float:
-    """The value that a quarter of them, rounded down, do not reach: of four the lowest but one."""
+    """The lower quartile: the value at index len / 4 in sorted order, of four the second."""
     return sorted(values)[len(values) // 4]
 
 
 class Judge:
-    """Windows of all ranks, in order; `stages` has the pipeline stage of each rank."""
+    """Judges the windows of all ranks, in order; `stages` is the pipeline stage of each rank."""
 
     def __init__(self, stages: Sequence[int]):
         self.stages = np.array(stages)
         _, place, count = np.unique(self.stages, return_inverse=True, return_counts=True)
-        self.alone = frozenset(map(int, np.flatnonzero(count[place] == 1)))  # in their stages
+        self.alone = frozenset(
+            map(int, np.flatnonzero(count[place] == 1))
+        )  # in their pipeline stages
         self._shares: deque[dict[int, float]] = deque(maxlen=PAST_WINDOWS)  # of `alone`
-        self.slow: set[int] = set()  # named, and not well again since
+        self.slow: set[int] = set()  # reported, and not healthy again since
         self._windows: deque[Window] = deque(maxlen=MOST_KEPT)
         self._creeping: dict[int, Slow] = {}
         self._added = 0
@@ -91,7 +93,7 @@ class Judge:
     def add(self, step: int, seconds: float, own_s: Sequence[float | None]) -> list[Slow]:
         """The ranks that are newly slow after a window that ended with `step` and took `seconds`.
 
-        A rank whose time is not known (None) is neither judged nor anybody's peer.
+        A rank whose time is not known (None) is neither judged nor a peer of others.
         """
         own = np.array(own_s, dtype=float)
         peers_s, is_slow = against_peers(own, self.stages)
@@ -106,7 +108,7 @@ class Judge:
         return new
 
     def recovered(self) -> list[int]:
-        """The ranks that were slow and have been like their peers for as long as it takes."""
+        """The ranks that were slow and have been like their peers for a whole period."""
         recent = self._since(SUDDEN_WINDOWS, SUDDEN_S)
         well = [
             rank
@@ -118,7 +120,7 @@ class Judge:
         return well
 
     def _against_past(self, own: np.ndarray, peers_s: np.ndarray, is_slow: np.ndarray) -> None:
-        """Fill in what is known of ranks without peers."""
+        """Judge the ranks without peers by their own past."""
         shares = {rank: share(own, rank) for rank in self.alone}
         for rank, now in shares.items():
             past = [one[rank] for one in self._shares if not np.isnan(one[rank])]
@@ -126,11 +128,11 @@ class Judge:
                 peers_s[rank] = np.median(past) / now * own[rank]
                 more_s = own[rank] - peers_s[rank]
                 is_slow[rank] = more_s >= LEAST_S and own[rank] > SUDDEN_RATIO * peers_s[rank]
-        if not is_slow.any():  # else shares tell nothing of the others
+        if not is_slow.any():  # a slow rank changes the shares of all others
             self._shares.append(shares)
 
     def _since(self, windows: int, seconds: float) -> list[Window]:
-        """The last windows: at least so many, and so long; empty where there are not enough."""
+        """The last windows: at least that many, and that long; empty where there are not enough."""
         taken: list[Window] = []
         total = 0.0
         for window in reversed(self._windows):
@@ -142,7 +144,7 @@ class Judge:
 
 
 def against_peers(own_s: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The median of each rank's peers, and whether the rank is slow against it."""
+    """For each rank the median of its peers, and True where the rank is slow against it."""
     peers_s = np.full(len(own_s), np.nan)
     is_slow = np.zeros(len(own_s), dtype=bool)
     for stage in np.unique(stages):
@@ -167,7 +169,7 @@ def against_peers(own_s: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np
 
 
 def share(own_s: np.ndarray, rank: int) -> float:
-    """A rank's time over the median of all others; NaN where that is not known."""
+    """The time of a rank divided by the median of all others; NaN where that is not known."""
     others = np.delete(own_s, rank)
     others = others[~np.isnan(others)]
     return float(own_s[rank] / np.median(others)) if len(others) else float("nan")
@@ -197,7 +199,7 @@ def creeping(windows: Sequence[Window], stages: np.ndarray) -> dict[int, Slow]:
     if not windows:
         return found
     last, since = windows[-1], windows[0].step - WINDOW_STEPS + 1
-    # Medians over time first: what varies from batch to batch is gone.
+    # Medians over time first: they remove what varies from batch to batch.
     ratios = np.median([window.own_s / window.peers_s for window in windows], axis=0)
     for stage in np.unique(stages):
         ranks = np.flatnonzero((stages == stage) & ~np.isnan(ratios))
@@ -212,5 +214,5 @@ def creeping(windows: Sequence[Window], stages: np.ndarray) -> dict[int, Slow]:
 
 
 def spread(values: np.ndarray) -> float:
-    """A standard deviation that half of the values cannot spoil."""
+    """The standard deviation by the median absolute deviation: half of the values may be wrong."""
     return TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))

@@ -1,4 +1,4 @@
-"""What is to outlive a power cut is synced before the name that makes it count."""
+"""base.durable: content is synced before the name that makes it valid."""
 
 from __future__ import annotations
 

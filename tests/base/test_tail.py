@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from base import tail
+from base.jsonl import encode
 from base.tail import newest_lines, whole_bytes
 from record import records
 from record.records import (
@@ -17,7 +18,6 @@ from record.records import (
     read_events,
     read_line,
     read_lines,
-    strict_line,
     truncate_after,
 )
 from runtime.log.metrics import MetricsWriter
@@ -46,7 +46,7 @@ def long_run(tmp_path, monkeypatch) -> Path:
     """A run of 3,000 steps, of whose files a start looks at the last 20 lines or so."""
     monkeypatch.setattr(records, "CHECKED_BYTES", 2000)
     lines = [
-        strict_line({"segment": 0, "step": step, "attempt": 1, "skipped_steps": step // 1000})
+        encode({"segment": 0, "step": step, "attempt": 1, "skipped_steps": step // 1000}).decode()
         for step in range(1, 3001)
     ]
     lines[1] = "<<<<<<< HEAD\n"

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ import pytest
 from clones import SMALL, make_clone
 from ranks import PATIENCE, environment
 
-from commands import events, status, stop
+from commands import events, runs, status, stop
 from commands import goodput as goodput_command
-from record import goodput, presence, requests
+from record import goodput, history, presence, requests, run_state
 from record.records import read_events, read_metrics, record_event
 from record.supervisor_log import SupervisorLog
 from runtime.log.event_files import segment_folder
@@ -111,7 +112,7 @@ def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
 
 def test_status_of_a_run_that_was_killed_on_its_way_out_sends_nobody_to_train_either(folder):
     over(folder, "killed")
-    saved = dataclasses.replace(status.state_of(folder), saved=(50, time.time()))
+    saved = dataclasses.replace(run_state.state_of(folder), saved=(50, time.time()))
     assert "nothing is left to train" in "\n".join(status.describe(saved))
     assert "make pretrain" in "\n".join(
         status.describe(dataclasses.replace(saved, saved=(49, time.time())))
@@ -272,6 +273,111 @@ def test_a_run_of_another_host_lives_by_its_sign(folder):
     assert presence.shown(folder) == {}
 
 
+def segment_line(number: int, parent: dict | None, first_step: int, **more) -> dict:
+    return {"kind": "segment", "segment": number, "parent": parent, "first_step": first_step,
+            "data_step": first_step - 1, "skips": []} | more  # fmt: skip
+
+
+def test_status_right_after_a_rewind_shows_the_step_it_went_back_to(folder, capsys):
+    over(folder, "finished", last_step=2)
+    history.append(folder, segment_line(0, None, 1))
+    history.append(folder, segment_line(1, {"segment": 0, "step": 1}, 2, why="spike"))
+    out = said(capsys, "status", "mine")
+    assert "since then it was rewound to step 1: spike; it goes on with step 2, in segment 1" in out
+    assert "step 1 of 50  loss 3.5000" in out
+    assert "step 2 of 50" not in out
+    assert "nothing is left to train" not in out
+    assert "make pretrain RECIPE=runs/mine/recipe.yaml" in out
+    assert run_state.state_of(folder).word == "rewound"
+
+
+def test_status_of_a_run_that_reached_stop_after_says_how_to_go_on(folder, capsys):
+    record_event(folder, "began", attempt=1, after_step=0, world=2, last_step=2, total_steps=50)
+    record_event(folder, "finished", attempt=1, step=2, is_saved=True)
+    over(folder, "finished")
+    saved = dataclasses.replace(run_state.state_of(folder), saved=(2, time.time()))
+    out = "\n".join(status.describe(saved))
+    assert "stop_after=2 is reached, 50 steps are planned" in out
+    assert 'NPROC=2 OVERRIDES="stop_after=null resume=auto"' in out
+    assert "nothing is left to train" not in out
+    assert saved.word == "stopped"
+
+
+def test_status_counts_steps_of_a_recipe_in_tokens_as_the_attempt_resolved_them(folder, capsys):
+    (folder / "recipe.yaml").write_text("run: mine\ntokens: 1e6\n")
+    record_event(folder, "began", attempt=1, after_step=0, world=2, last_step=40, total_steps=40)
+    assert "step 2 of 40" in said(capsys, "status", "mine")
+
+
+def test_status_of_a_living_run_says_what_a_kill_would_lose(folder, held):
+    state = run_state.state_of(folder)
+    assert "no checkpoint yet; a kill now would lose all 2 steps" in "\n".join(
+        status.describe(state)
+    )
+    saved = dataclasses.replace(state, saved=(1, time.time()))
+    assert "a kill now would lose 1 step, 0 s of training" in "\n".join(status.describe(saved))
+
+
+def test_a_validation_loss_names_its_step_and_a_branch_counts_its_own_attempts(folder, capsys):
+    (folder / "events.jsonl").unlink()
+    history.append(folder, segment_line(0, None, 1))
+    parent = {"run": "old", "segment": 0, "step": 2}
+    history.append(folder, segment_line(1, parent, 3))
+    out = said(capsys, "status", "mine")
+    assert "it is a branch of old from step 2" in out
+    assert "attempts: 0" in out
+    with open(folder / "metrics.jsonl", "a") as file:
+        line = dict(
+            step=3, segment=1, attempt=4, loss=1.5, grad_norm=0.5, step_s=0.5, data_s=0.0,
+            val_loss=2,
+            eval_s=0.0, tokens_per_s=1024.0, first_of_attempt=True, skipped=False, targets=9,
+        )  # fmt: skip
+        for step in (3, 4):
+            file.write(json.dumps(line | {"step": step} | ({"val_loss": None} if step > 3 else {})))
+            file.write("\n")
+    record_event(folder, "began", attempt=4, after_step=2, world=2, segment=1)
+    out = said(capsys, "status", "mine")
+    assert "step 4 of 50  loss 1.5000  val 2.0000 (step 3)" in out
+    assert "attempts: 1, failures: 0" in out
+
+
+def test_status_shows_the_reason_of_the_newest_failure(folder, capsys):
+    error = {"type": "ValueError", "text": "a shape", "place": "model/loss.py:9 in f",
+             "phase": "step", "step": 3}  # fmt: skip
+    over(folder, "failed", phase="step", why="ValueError: a shape, at model/loss.py:9 in f",
+         error=error)  # fmt: skip
+    out = said(capsys, "status", "mine")
+    assert (
+        "newest failure: attempt 1, rank 1 of node2 in phase step of step 3: ValueError: a shape,"
+        " at model/loss.py:9 in f"
+    ) in out
+
+
+def test_status_without_a_run_shows_the_newest_and_runs_shows_all(folder, capsys):
+    old = folder.with_name("old")
+    shutil.copytree(folder, old)
+    (old / "recipe.yaml").write_text("steps: 50\n")
+    for path in old.iterdir():
+        os.utime(path, (1e9, 1e9))
+    over(folder, "finished")
+    out = said(capsys, "status")
+    assert "the newest of 2 runs (make runs lists them):" in out
+    assert "mine does not run" in out
+    assert runs.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["run", "state", "step", "loss"]
+    assert [line.split()[0] for line in lines[1:]] == ["old", "mine"]
+    assert "2/50" in lines[1]
+
+
+def test_status_and_runs_without_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert status.main([]) == 93
+    assert "make pretrain starts one" in capsys.readouterr().err
+    assert runs.main([]) == 0
+    assert "no run under runs/ yet" in capsys.readouterr().out
+
+
 # The rest is one real run: it hangs, goes on by itself, is preempted, goes on, is stopped.
 
 
@@ -385,6 +491,6 @@ def test_every_second_of_the_run_is_accounted_for(real):
     assert total["redone"] > 0
     assert all(seconds >= -0.01 for seconds in total.values())
     assert total["other"] < 0.1 * sum(total.values())
-    reported = "\n".join(status.describe(status.state_of(run)))
+    reported = "\n".join(status.describe(run_state.state_of(run)))
     assert "does not run" in reported
     assert "stopped; steps" in reported

@@ -412,3 +412,17 @@ def test_the_profiler_records_only_the_steps_asked_for_and_the_report_adds_up(ma
     assert "| aten::mm | 1 |" in "\n".join(profile.report(seen, "p"))
     assert "matrix products" in "\n".join(profile.terminal(seen))
     assert isinstance(profiler_of(None, place, 0, contextlib.nullcontext), NoProfiler)
+
+
+def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides):
+    for number, run in enumerate(two_sides.sides[0].runs):
+        for line in run.lines:
+            line["scalars"] = {"router/z_loss": line["step"] + number, "gone": None}
+    drawn = tensorboard_pages.curves(two_sides.sides[0])
+    middle = (len(two_sides.sides[0].runs) - 1) / 2
+    assert [line["scalars"] for line in drawn.values()] == [
+        {"router/z_loss": step + middle} for step in drawn
+    ]
+    assert all(
+        "scalars" not in line for line in tensorboard_pages.curves(two_sides.sides[1]).values()
+    )

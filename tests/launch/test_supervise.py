@@ -20,17 +20,20 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
+from base.jsonl import append_line
 from commands import pretrain
-from commands.pretrain import SupervisorLog, goes_on, keep
+from commands.pretrain import goes_on, keep_bundle
 from launch import budget
 from launch import supervise as supervise_module
-from launch.budget import Attempt, Budget
+from launch.budget import Budget
 from launch.ranks import oom, start
-from launch.ranks.outcome import End, cause_of
+from launch.ranks.outcome import cause_of
 from launch.slurm import requeued
-from launch.supervise import Start, supervise
+from launch.supervise import AttemptStart, supervise
 from record import presence, requests
-from record.records import append_line, read_events, record_event
+from record.attempts import Attempt, Progress, RankEnd
+from record.records import read_events, record_event
+from record.supervisor_log import SupervisorLog
 
 SECRET = "hunter2hunter2"
 
@@ -48,11 +51,13 @@ def live_through(
     attempts: int = 3,
     before=lambda: None,
     at_attempt=lambda number: None,
-    tell=lambda kind, text: None,
+    alert=lambda kind, text: None,
 ) -> tuple[int, Path]:
     """The exit status of a run of one rank whose attempts end as `plan` says, and its folder.
-    Before
-    an attempt begins `at_life` is told its number; `tell` hears what people are told."""
+
+    `at_attempt` is called with the number of each attempt before it begins, `alert` with what
+    people are told.
+    """
     folder = tmp_path / "run"
     words = [str(ROOT / "tests" / "workers" / "attempt_worker.py"), str(folder), json.dumps(plan)]
 
@@ -63,16 +68,16 @@ def live_through(
         return start.live_here(words, 1, tmp_path, folder, None, screen, asked, variables)
 
     supervisor_log = SupervisorLog(folder)
-    with start.signals() as asked:
+    with start.catch_signals() as stop_signals:
         before()
         status = supervise(
-            lambda attempt, lived: Start(1, live),
+            lambda attempt: AttemptStart(1, live),
             supervisor_log,
-            Budget(attempts, supervisor_log.place()),
-            asked,
-            lambda why: keep(supervisor_log, why, {}, os.environ),
+            Budget(attempts, supervisor_log.progress()),
+            stop_signals,
+            lambda why: keep_bundle(supervisor_log, why, {}, os.environ),
             patience_s=600.0,
-            tell=tell,
+            alert=alert,
         )
     return status, folder
 
@@ -105,7 +110,7 @@ def test_a_run_is_started_again_until_it_finishes_and_each_life_leaves_one_line(
 def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets(tmp_path, capfd):
     plan = [[4, 3, "kill"]] + 3 * [[4, 0, "kill"]] + [[9, 9, 0]]
     alerts = []
-    status, folder = live_through(tmp_path, plan, tell=lambda *said: alerts.append(said))
+    status, folder = live_through(tmp_path, plan, alert=lambda *said: alerts.append(said))
     assert status == 93
     assert [cause for (cause,) in lines_of(folder, "cause")] == 4 * ["killed"]
     told = capfd.readouterr().err
@@ -132,13 +137,13 @@ def test_lives_without_progress_end_the_run_with_93_and_a_bundle_without_secrets
 
 def test_a_life_that_ends_for_good_by_itself_leaves_a_bundle_unless_it_left_its_own(tmp_path):
     alerts = []
-    status, folder = live_through(tmp_path, [[4, 3, 93]], tell=lambda *said: alerts.append(said))
+    status, folder = live_through(tmp_path, [[4, 3, 93]], alert=lambda *said: alerts.append(said))
     assert status == 93
     assert [kind for kind, _ in alerts] == ["gave_up"]
     [made] = (folder / "bundles").iterdir()
     assert read_events(folder)[-1]["kind"] == "gave_up"
     (folder.with_suffix(".tries")).unlink()
-    assert live_through(tmp_path, [[5, 4, "stop"]], tell=lambda *_: alerts.clear())[0] == 93
+    assert live_through(tmp_path, [[5, 4, "stop"]], alert=lambda *_: alerts.clear())[0] == 93
     assert len(alerts) == 1
     assert list((folder / "bundles").iterdir()) == [made]
 
@@ -162,7 +167,7 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     def trouble(supervisor_log):
-        tries.append(supervisor_log.place())
+        tries.append(supervisor_log.progress())
         return f"{supervisor_log.folder}: No space left on device" if len(tries) in (1, 2) else None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +175,7 @@ def test_what_stands_in_the_way_of_a_life_costs_a_try_and_not_the_run(tmp_path, 
         patch.setattr(supervise_module, "LOOK_S", 0.01)
         plan, alerts = [[4, 3, "kill"], [9, 9, 0]], []
         hear = lambda kind, text: alerts.append(kind)  # noqa: E731
-        status, folder = live_through(tmp_path, plan, at_attempt=at_attempt, tell=hear)
+        status, folder = live_through(tmp_path, plan, at_attempt=at_attempt, alert=hear)
     assert alerts == ["waiting", "restart", "restart"]
     assert status == 0
     causes = [cause for (cause,) in lines_of(folder, "cause")]
@@ -184,7 +189,7 @@ def test_a_record_that_cannot_be_written_is_known(tmp_path):
     supervisor_log = SupervisorLog(tmp_path / "run")
     assert supervisor_log.trouble() is None  # nothing was there yet
     record_run(tmp_path / "run")
-    assert supervisor_log.place() == (0, 4, 0)
+    assert supervisor_log.progress() == Progress(0, 4, 0, attempt=1)
     assert supervisor_log.trouble() is None
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl"]
     shutil.rmtree(tmp_path / "run")
@@ -288,15 +293,18 @@ def test_what_resume_fresh_set_aside_is_not_set_aside_again():
     ]
 
 
-def attempt(cause: str, step: int = 5, **more) -> Attempt:
-    return Attempt(
-        cause, 93 if cause == "refused" else 1, (0, step, 0), **({"has_begun": True} | more)
-    )
+def ended(cause: str, status: int, progress: Progress, has_begun: bool) -> Attempt:
+    step = 0 if has_begun else None
+    return Attempt(0.0, 1.0, cause=cause, status=status, progress=progress, from_step=step)
+
+
+def attempt(cause: str, has_begun: bool = True) -> Attempt:
+    return ended(cause, 93 if cause == "refused" else 1, Progress(0, 5, 0), has_begun)
 
 
 def test_a_run_that_cut_off_ranks_still_hold_is_waited_for():
-    judge = Budget(3, (0, 0, 0), busy_s=12).judge
-    assert judge(attempt("lost_host", host="a")).again
+    judge = Budget(3, Progress(), busy_s=12).judge
+    assert judge(attempt("lost_host")).again
     for _ in range(3):
         verdict = judge(attempt("refused", has_begun=False))
         assert verdict.again
@@ -305,14 +313,14 @@ def test_a_run_that_cut_off_ranks_still_hold_is_waited_for():
 
 
 def test_a_new_segment_counts_as_progress():
-    judge = Budget(1, (0, 50, 50)).judge
-    assert judge(Attempt("rewound", 76, (0, 50, 50), True)).again
-    assert judge(Attempt("killed", 137, (1, 20, 10), True)).again
-    assert judge(Attempt("killed", 137, (1, 20, 10), True)).is_final
+    judge = Budget(1, Progress(0, 50, 50)).judge
+    assert judge(ended("rewound", 76, Progress(0, 50, 50), True)).again
+    assert judge(ended("killed", 137, Progress(1, 20, 10), True)).again
+    assert judge(ended("killed", 137, Progress(1, 20, 10), True)).is_final
 
 
 def test_a_launcher_that_stood_still_tries_again_also_before_the_first_step():
-    verdict = Budget(3, (0, 0, 0)).judge(Attempt("killed", 1, (0, 0, 0), has_begun=False))
+    verdict = Budget(3, Progress()).judge(ended("killed", 1, Progress(0, 0, 0), has_begun=False))
     assert verdict.again
     assert "no longer heard this launcher" in verdict.why
 
@@ -322,21 +330,25 @@ def test_causes():
     numpy_words = "[rank0]: numpy._core._exceptions._ArrayMemoryError: Unable to allocate 116. GiB"
     torch_words = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you"
     for ends, stopped_by, cause in (
-        ([End(0, 0, 1.0), End(1, 0, 1.0)], None, "finished"),
-        ([End(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
-        ([End(0, 75, 1.0), End(1, 75, 1.0)], signal.SIGTERM, "preempted"),
-        ([End(0, 76, 1.0), End(1, 76, 1.0)], None, "rewound"),
-        ([End(0, 76, 1.0), End(1, 1, 1.1)], None, "rewound"),
-        ([End(0, 76, 1.1), End(1, 1, 1.0)], None, "failed"),
-        ([End(0, 1, 1.0), End(1, 1, 1.1, is_lost=True)], None, "lost_host"),
-        ([End(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
-        ([End(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
-        ([End(0, 1, 1.0, last=(numpy_words,))], None, "out_of_memory"),
-        ([End(0, 1, 1.0, last=(torch_words,))], None, "out_of_memory"),
-        ([End(0, -11, 1.0)], None, "killed"),
-        ([End(0, 1, 1.0)], None, "failed"),
-        ([End(0, 93, 1.0)], None, "refused"),
-        ([End(0, -9, 1.0, was_stopped=True), End(1, -9, 1.0, was_stopped=True)], None, "killed"),
+        ([RankEnd(0, 0, 1.0), RankEnd(1, 0, 1.0)], None, "finished"),
+        ([RankEnd(0, -2, 1.0, was_stopped=True)], signal.SIGINT, "stopped"),
+        ([RankEnd(0, 75, 1.0), RankEnd(1, 75, 1.0)], signal.SIGTERM, "preempted"),
+        ([RankEnd(0, 76, 1.0), RankEnd(1, 76, 1.0)], None, "rewound"),
+        ([RankEnd(0, 76, 1.0), RankEnd(1, 1, 1.1)], None, "rewound"),
+        ([RankEnd(0, 76, 1.1), RankEnd(1, 1, 1.0)], None, "failed"),
+        ([RankEnd(0, 1, 1.0), RankEnd(1, 1, 1.1, is_lost=True)], None, "lost_host"),
+        ([RankEnd(0, -9, 1.0, is_oom=True)], None, "out_of_memory"),
+        ([RankEnd(0, 1, 1.0, last=oom_words)], None, "out_of_memory"),
+        ([RankEnd(0, 1, 1.0, last=(numpy_words,))], None, "out_of_memory"),
+        ([RankEnd(0, 1, 1.0, last=(torch_words,))], None, "out_of_memory"),
+        ([RankEnd(0, -11, 1.0)], None, "killed"),
+        ([RankEnd(0, 1, 1.0)], None, "failed"),
+        ([RankEnd(0, 93, 1.0)], None, "refused"),
+        (
+            [RankEnd(0, -9, 1.0, was_stopped=True), RankEnd(1, -9, 1.0, was_stopped=True)],
+            None,
+            "killed",
+        ),
     ):
         assert cause_of(ends, stopped_by) == cause
 
@@ -364,9 +376,9 @@ import os, sys
 from pathlib import Path
 group = Path(sys.argv[1])
 (group / "cgroup.procs").write_text(str(os.getpid()))
-from launch.ranks.ranks import Ranks
+from launch.ranks.ranks import start_ranks
 command = [sys.executable, "-c", "x = bytearray(200 << 20)"]
-[end] = Ranks(command, [os.environ | {"RANK": "0"}], Path.cwd(), lambda *_: None).wait()
+[end] = start_ranks(command, [os.environ | {"RANK": "0"}], Path.cwd()).wait()
 sys.exit(0 if (end.status, end.is_oom) == (-9, True) else f"{end}")
 """
 

@@ -225,7 +225,7 @@ def test_there_is_no_buffer_that_could_lose_precision_or_be_saved():
 
 
 def test_head_counts_follow_the_width_of_the_projections():
-    """What a tensor-parallel cut relies on: half of the heads give half of the output projection's
+    """Tensor parallelism relies on this: half of the heads give half of the output projection's
     sum.
     """
     whole = build(num_hidden_layers=1)

@@ -148,7 +148,7 @@ def test_layouts_prints_every_layout_once(capsys):
     own = next(row for row in rows if "<-" in row)
     assert own[:5] == ["8", "1", "8", "16", "1"]
     assert "parallel.across_hosts=true" in shown
-    # A rule is told once, not once for each size that breaks it.
+    # A rule is reported once, not once for each size that breaks it.
     rules = shown.split("illegal: ")[1]
     assert rules.count("must split evenly") == rules.count("would cross hosts") == 1
     assert "parallel.tensor=16: the 64 query" in rules

@@ -21,7 +21,7 @@ from base.errors import UserError
 from model.cost import flops_per_token, num_parameters
 from model.decoder import Decoder
 from parallel.layout import solve
-from parallel.stages import balanced_bounds, stage_costs
+from parallel.stages import balanced_bounds
 from recipes.compose import compose
 from runtime.engine.engine import decoder_config
 
@@ -129,8 +129,26 @@ def shape(**fields) -> SimpleNamespace:
     )
 
 
+def stage_costs(model, seq_len: int, bounds: tuple[int, ...]) -> list[SimpleNamespace]:
+    """FLOPs per token and parameters of every stage, from whole models of one and two blocks."""
+    one, two = ({**vars(model), "num_hidden_layers": layers} for layers in (1, 2))
+    one, two = SimpleNamespace(**one), SimpleNamespace(**two)
+    flops = flops_per_token(two, seq_len) - flops_per_token(one, seq_len)
+    block = num_parameters(two) - num_parameters(one)
+    table = model.vocab_size * model.hidden_size
+    costs = [
+        SimpleNamespace(flops=(end - first) * flops, parameters=(end - first) * block)
+        for first, end in itertools.pairwise(bounds)
+    ]
+    costs[0].parameters += table
+    has_head = len(costs) > 1 or not model.tie_word_embeddings
+    costs[-1].parameters += model.hidden_size + (table if has_head else 0)
+    costs[-1].flops += flops_per_token(one, seq_len) - flops
+    return costs
+
+
 def test_stages_are_balanced_with_embedding_and_head_counted():
-    """Against every possible cut."""
+    """Compared with all possible bounds."""
     for layers, words, is_tied in itertools.product((1, 2, 5, 8), (10, 400, 3000), (True, False)):
         model = shape(num_hidden_layers=layers, vocab_size=words, tie_word_embeddings=is_tied)
         for stages in range(1, layers + 1):

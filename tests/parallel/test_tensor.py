@@ -172,7 +172,7 @@ def test_zero_3_with_tensor_parallelism_warns_of_its_gathers():
         ("ds.zero_optimization.zero_hpz_partition_size=2", "zero_hpz_partition_size"),
     ],
 )
-def test_what_stage_3_cannot_do_with_cut_modules_is_refused(override, part):
+def test_what_stage_3_cannot_do_with_sharded_modules_is_refused(override, part):
     recipe = compose("7b", ["zero=3", "parallel.tensor=4", override]).recipe
     schedule = schedule_of(recipe)
     with pytest.raises(UserError) as refused:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.lineage import encode
+from base.jsonl import encode
 from commands import events
 from commands import goodput as command
 from record import forecast, goodput

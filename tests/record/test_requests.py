@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from ranks import PATIENCE, ROOT, environment
 
-from launch.ranks.outcome import End, cause_of, exit_status
-from launch.ranks.start import Asked
+from launch.ranks.outcome import cause_of, exit_status
+from launch.ranks.start import StopSignals
 from record import requests
+from record.attempts import RankEnd
 from record.requests import AskedEarly, Requests, ask, forget, read_request
 
 
@@ -114,7 +115,7 @@ def test_ctrl_c_twice_ends_at_once(clock):
 def test_the_launcher_takes_signals_a_moment_apart_for_one_as_well(monkeypatch):
     now, calls = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    asked = Asked()
+    asked = StopSignals()
     asked.then(calls.append, lambda: calls.append("kill"))
     asked(signal.SIGTERM, None)
     asked(signal.SIGTERM, None)
@@ -170,18 +171,21 @@ def test_what_a_caller_ignores_stays_ignored():
 
 def test_one_rank_that_is_preempted_at_start_takes_the_others_along_as_preempted():
     """The others lose their connection, and are killed."""
-    ends = [End(1, 75, 3.0), End(0, 1, 3.4), End(2, -9, 8.0, was_stopped=True)]
+    ends = [RankEnd(1, 75, 3.0), RankEnd(0, 1, 3.4), RankEnd(2, -9, 8.0, was_stopped=True)]
     assert (exit_status(ends), cause_of(ends)) == (75, "preempted")
 
 
 def test_a_failure_before_a_preemption_stays_a_failure():
-    assert exit_status([End(0, 1, 3.0), End(1, 75, 3.4)]) == 1
+    assert exit_status([RankEnd(0, 1, 3.0), RankEnd(1, 75, 3.4)]) == 1
 
 
 def test_ranks_that_die_of_the_signal_before_they_can_hear_it_are_preempted():
     """While they import torch."""
-    ends = [End(0, -15, 1.0, was_stopped=True, phase="start"), End(1, 75, 1.2, phase="start")]
+    ends = [
+        RankEnd(0, -15, 1.0, was_stopped=True, phase="start"),
+        RankEnd(1, 75, 1.2, phase="start"),
+    ]
     assert exit_status(ends, signal.SIGTERM) == 75
-    trained = [End(0, -9, 1.0, was_stopped=True, phase="step", step=7)]
+    trained = [RankEnd(0, -9, 1.0, was_stopped=True, phase="step", step=7)]
     assert exit_status(trained, signal.SIGTERM) == 143
     assert exit_status(ends, signal.SIGINT) == 130

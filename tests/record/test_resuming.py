@@ -22,7 +22,7 @@ from checkpoint.lineage import lineage_of
 from checkpoint.load.outside_weights import same_everywhere
 from checkpoint.save.commit import save
 from checkpoint.save.retention import Keep
-from data.stream.collect import Collector
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.compose import compose_command
 from record import history
@@ -175,6 +175,19 @@ def test_shorter_sequences_keep_the_windows_that_the_order_permutes(run):
     assert stands(run, *allowed, "data.window_tokens=64").step == 4
 
 
+def test_another_training_under_the_name_of_a_run_is_named_first_with_two_ways_out(run):
+    with pytest.raises(UserError) as refused:
+        stands(run, corpora={"synthetic": "other"})
+    assert refused.value.problems[0] == (
+        "run=r: this run holds another training, with a checkpoint of step 4. To train this one"
+        " beside it, add run=NAME; to replace it, add resume=fresh"
+    )
+    assert "identity.corpora.synthetic" in refused.value.problems[1]
+    with pytest.raises(UserError) as refused:  # the same training with another rate
+        stands(run, "optim.lr=1e-4")
+    assert not any("another training" in line for line in refused.value.problems)
+
+
 def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):
     for pattern in ("'*'", "'optim.*'"):
         with pytest.raises(UserError, match="allowed by name"):
@@ -288,7 +301,7 @@ def lived(root, run, after, last, saves):
     run.mkdir(exist_ok=True)
     (run / "recipe.yaml").write_text("")
     segment = history.begin(run, None, after)
-    collector = Collector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
+    collector = LedgerCollector(Ledger(run / "ledger", after, segment), lambda own: own[None], 1)
     for step in range(after + 1, last + 1):
         collector.add(stream.step(step, 0, 1, 8))
         if step in saves:

@@ -79,9 +79,7 @@ def test_what_everyone_may_write_is_refused_with_the_way_out(run, name):
     assert not list(run.glob(".probe-*"))
 
 
-def test_file_systems_that_map_users_or_keep_no_modes_are_distinguished_from_strangers(
-    run, monkeypatch
-):
+def test_file_systems_that_map_users_or_keep_no_modes_are_no_strangers(run, monkeypatch):
     """NFS with root_squash shows what root makes as nobody's; vfat shows all as 0777."""
     real = trust.access
 

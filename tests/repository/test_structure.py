@@ -11,6 +11,8 @@ from ranks import ROOT
 from source_tree import PACKAGES, commands_of_make, imports, module_name, sources
 
 MOST_LINES, MOST_FUNCTION_LINES = 500, 100
+MOST_COMPLEXITY = 20
+ENTRY_LINES, LOOP_LINES, LOOP_COMPLEXITY = 350, 60, 15  # of pretrain.py
 
 
 MOST_FILES = 20  # in a folder; commands/ has one for each command, tests/ mirrors the rooms
@@ -173,6 +175,38 @@ def test_no_text_points_outside_the_project():
     assert not wrong
 
 
+def test_the_loop_fits_one_screen_and_no_function_branches_too_much():
+    """Complexity as McCabe counts it: one more than the branches of a function."""
+    functions = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.parse((ROOT / "pretrain.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert functions["loop"] <= LOOP_LINES
+    assert len((ROOT / "pretrain.py").read_text().splitlines()) <= ENTRY_LINES
+    for most, paths in ((LOOP_COMPLEXITY, ["pretrain.py"]), (MOST_COMPLEXITY, ["."])):
+        command = [sys.executable, "-m", "ruff", "check", "--select", "C901", "--quiet"]
+        command += ["--output-format", "concise", "--no-cache"]
+        command += ["--config", f"lint.mccabe.max-complexity={most}", *paths]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_no_two_modules_of_the_runtime_import_each_other():
+    """Also not inside of functions."""
+    graph = {}
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in ("runtime", "pretrain.py"):
+            graph[module_name(path)] = set(imports(path))
+    circles = [
+        f"{one} <-> {other}"
+        for one, found in graph.items()
+        for other in found & graph.keys()
+        if one < other and one in graph[other]
+    ]
+    assert not circles
+
+
 def test_what_many_need_is_spelt_once():
     """Names of our environment variables, and the call that ties a process to its parent."""
     homes = {
@@ -190,3 +224,42 @@ def test_what_many_need_is_spelt_once():
         for found in re.finditer(pattern, path.read_text(), re.MULTILINE)
     ]
     assert not wrong
+
+
+# Files of a corpus, which its manifest holds by the hash of the whole.
+CORPUS_LINES = {"data/text/publish.py", "data/text/unit.py", "data/text/ingest.py"}
+# What a process writes to another one, through a pipe.
+PIPED_LINES = {"launch/hosts/agent.py", "launch/hosts/cluster.py", "launch/hosts/carriers.py"}
+# A file of one object, replaced as a whole.
+OBJECTS = {"checkpoint/format/epochs.py", "record/requests.py"}
+
+
+def test_one_file_writes_the_lines_of_a_run():
+    """No other module turns an object into a line of JSON, but where it is not a run's file."""
+    wrong = []
+    for path in sources():
+        shown = str(path.relative_to(ROOT))
+        is_other = shown in CORPUS_LINES | PIPED_LINES | OBJECTS | {"base/jsonl.py"}
+        if is_other or shown.startswith(("tests/", "benchmarks/")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+                continue
+            text = ast.unparse(node)
+            if re.search(r"json\.dumps\(.*\+ '\\n'", text) and "indent" not in text:
+                wrong.append(f"{shown}:{node.lineno} {text}")
+    assert not wrong
+
+
+def test_a_public_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in PACKAGES:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rank_threads import ThreadRank, Threads, run_threads
+from ranks import PATIENCE
 from saves_on_threads import steps, tensors
 from small_fragments import cut_flat
 
@@ -22,12 +23,13 @@ from checkpoint.save.commit import SaveReport
 from checkpoint.save.interval import FIRST_STEPS
 from checkpoint.save.replicas import Replica
 from recipes.compose import compose
-from runtime import saving
+from runtime import save_writers, saving
+from runtime.save_writers import BackgroundWriter
 from runtime.saving import Saver
 
 WORLD = 3
 LAST = 1000
-LONG = 60.0
+LONG = 60.0 * PATIENCE
 HEALTH = {"skips_in_a_row": 0, "skipped_steps": 0}
 ASYNC = ["checkpoint.mode=async", "checkpoint.interval=1"]
 
@@ -67,7 +69,7 @@ def run_savers(folder: Path, words: list[str], action, monkeypatch):
     """
     recipe = compose("tiny", words).recipe
     beside, own = Threads(WORLD), threading.local()
-    monkeypatch.setattr(saving, "RankComm", lambda timeout_s: ThreadRank(own.rank, beside))
+    monkeypatch.setattr(save_writers, "RankComm", lambda timeout_s: ThreadRank(own.rank, beside))
     resolved = SimpleNamespace(last_step=LAST, layout=SimpleNamespace(as_dict=dict))
 
     def one(comm):
@@ -94,14 +96,14 @@ def kinds(told):
     ]
 
 
-def slow_rank(monkeypatch, victim, update_gate):
+def slow_rank(monkeypatch, victim, gate):
     """Let one rank's writes wait for `gate`; what is set when it waits."""
     write, waits = commit.write_rank, threading.Event()
 
     def slow(folder, rank, *arguments, **keywords):
         if rank == victim:
             waits.set()
-            assert update_gate.wait(LONG)
+            assert gate.wait(LONG)
         return write(folder, rank, *arguments, **keywords)
 
     monkeypatch.setattr(commit, "write_rank", slow)
@@ -127,15 +129,15 @@ def test_the_record_is_made_durable_before_a_checkpoint_vouches_for_it(
 
 
 def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
-    update_gate = threading.Event()
-    slow_rank(monkeypatch, 1, update_gate)
-    wait = Saver._wait
+    gate = threading.Event()
+    slow_rank(monkeypatch, 1, gate)
+    wait = BackgroundWriter._wait
 
-    def opening(saver):  # the first that waits lets it go on
-        update_gate.set()
-        return wait(saver)
+    def opening(writer):  # the first that waits lets it go on
+        gate.set()
+        return wait(writer)
 
-    monkeypatch.setattr(Saver, "_wait", opening)
+    monkeypatch.setattr(BackgroundWriter, "_wait", opening)
 
     def action(saver, told, engine):
         assert saver.is_due(1)
@@ -155,20 +157,20 @@ def test_a_save_waits_for_the_one_in_flight_and_says_so(tmp_path, monkeypatch):
 
 def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
     """Saves that fall due are left out by all ranks alike; when it ends they go on."""
-    update_gate, arrived = threading.Event(), threading.Barrier(WORLD)
-    waits = slow_rank(monkeypatch, 1, update_gate)
+    gate, arrived = threading.Event(), threading.Barrier(WORLD)
+    waits = slow_rank(monkeypatch, 1, gate)
 
     def action(saver, told, engine):
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        saver.writer.stuck_s = 0.2
         saver.save(1, HEALTH)
         assert waits.wait(LONG)  # on a busy machine it would still be on its way there
         for step in (2, 3):
             saver.poll()
             saver.save(step, HEALTH)
         arrived.wait(LONG)
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
-        update_gate.set()
-        while saver.background.in_flight:
+        saver.writer.stuck_s = LONG
+        gate.set()
+        while saver.writer.background.in_flight:
             saver.poll()
         arrived.wait(LONG)
         saver.save(4, HEALTH)
@@ -190,12 +192,12 @@ def test_a_stuck_writer_is_named_and_training_goes_on_without_it(tmp_path, monke
 
 
 def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, monkeypatch):
-    update_gate = threading.Event()
-    slow_rank(monkeypatch, 1, update_gate)
+    gate = threading.Event()
+    slow_rank(monkeypatch, 1, gate)
     words = ["checkpoint.interval=auto", "cluster.mtbf_hours=1", "checkpoint.mode=async"]
 
     def action(saver, told, engine):
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        saver.writer.stuck_s = 0.2
         due = []
         for step in range(1, 2 * FIRST_STEPS + 1):
             saver.poll()
@@ -208,15 +210,15 @@ def test_a_save_that_is_left_out_falls_due_again_an_interval_later(tmp_path, mon
         run_savers(tmp_path, words, action, monkeypatch)
         == [[(FIRST_STEPS, 2 * FIRST_STEPS), (2 * FIRST_STEPS, 3 * FIRST_STEPS)]] * WORLD
     )
-    update_gate.set()
+    gate.set()
 
 
 def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path, monkeypatch):
-    update_gate = threading.Event()
-    waits = slow_rank(monkeypatch, 1, update_gate)
+    gate = threading.Event()
+    waits = slow_rank(monkeypatch, 1, gate)
 
     def action(saver, told, engine):
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        saver.writer.stuck_s = 0.2
         with saver:
             saver.save(1, HEALTH)
             assert waits.wait(LONG)
@@ -226,22 +228,22 @@ def test_a_run_that_ends_waits_for_the_save_in_flight_but_not_for_ever(tmp_path,
         assert problem.startswith("step 1 is still being written by rank")
         assert "rank 1 (after checkpoint prepare)" in problem
         assert told == [(1, "save_stuck")]
-    update_gate.set()
+    gate.set()
 
 
 @pytest.mark.parametrize("error", [Shared("all ranks stop"), KeyboardInterrupt()])
 def test_an_end_by_an_error_leaves_time_for_the_save_in_flight(tmp_path, monkeypatch, error):
     """In the phase of an end: a save may take longer than a step may."""
-    update_gate, beats = threading.Event(), []
-    slow_rank(monkeypatch, 1, update_gate)
-    monkeypatch.setattr(saving, "HEART", SimpleNamespace(beat=beats.append))
+    gate, beats = threading.Event(), []
+    slow_rank(monkeypatch, 1, gate)
+    monkeypatch.setattr(save_writers, "HEART", SimpleNamespace(beat=beats.append))
 
     def action(saver, told, engine):
         try:
             with saver:
                 saver.save(1, HEALTH)
                 if saver.process.rank == 0:
-                    threading.Timer(0.2, update_gate.set).start()
+                    threading.Timer(0.2, gate.set).start()
                 raise error
         except type(error):
             return kinds(told)
@@ -263,7 +265,7 @@ def test_a_failed_save_is_told_once_on_all_ranks_and_training_goes_on(tmp_path, 
     monkeypatch.setattr(commit, "write_rank", failing)
 
     def action(saver, told, engine):
-        saver.evaluated = (1, 2.5)
+        saver.state.evaluated = (1, 2.5)
         saver.save(1, HEALTH | {"skipped_steps": 1})
         first = saver.drain()
         saver.save(2, HEALTH | {"skipped_steps": 3})
@@ -304,11 +306,11 @@ def test_the_last_save_is_tried_again_until_it_works_or_the_run_is_asked_to_end(
     monkeypatch.setattr(commit, "check_rank", unread)
     monkeypatch.setattr(commit, "write_rank", failing)
     monkeypatch.setattr(saving, "LAST_PAUSES_S", (1, 2))
-    monkeypatch.setattr(saving, "POLL_S", 0.01)
+    monkeypatch.setattr(save_writers, "POLL_S", 0.01)
     asked = []  # what the ranks heard, of all of them
 
     def action(saver, told, engine, heard=None):
-        saver.evaluated = (LAST, 2.5)
+        saver.state.evaluated = (LAST, 2.5)
         saver.save(LAST, HEALTH)
         return saver.last(LAST, HEALTH, lambda: asked.append(heard) or heard), kinds(told)
 
@@ -331,16 +333,16 @@ def test_the_last_save_is_tried_again_until_it_works_or_the_run_is_asked_to_end(
 
 
 def test_a_last_save_that_was_left_out_is_made_good(tmp_path, monkeypatch):
-    update_gate = threading.Event()
-    slow_rank(monkeypatch, 1, update_gate)
+    gate = threading.Event()
+    slow_rank(monkeypatch, 1, gate)
     monkeypatch.setattr(saving, "LAST_PAUSES_S", (1,))
 
     def action(saver, told, engine):
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": 0.2})
+        saver.writer.stuck_s = 0.2
         saver.save(1, HEALTH)
         saver.save(LAST, HEALTH)
-        saver.wanted = SimpleNamespace(**vars(saver.wanted) | {"stuck_s": LONG})
-        update_gate.set()
+        saver.writer.stuck_s = LONG
+        gate.set()
         return saver.last(LAST, HEALTH, lambda: None), kinds(told)[-1]
 
     assert (

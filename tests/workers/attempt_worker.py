@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from base.exits import DO_NOT_RETRY
+from base.jsonl import append_line
 from base.run_variables import LAUNCH
 from record import attempts
-from record.records import append_line, record_event
+from record.records import record_event
 
 
 def main() -> None:

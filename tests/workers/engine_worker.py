@@ -35,8 +35,9 @@ from parallel import sharded_modules
 from recipes.schema import Recipe
 from runtime.ds_config.merge import load_preset
 from runtime.engine.batches import to_device
+from runtime.engine.build_engine import build
 from runtime.engine.communication import Counter
-from runtime.engine.engine import Engine, StepResult, build
+from runtime.engine.engine import Engine, StepResult
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
 

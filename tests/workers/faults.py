@@ -1,14 +1,16 @@
-"""Changes the losses of chosen data steps on chosen ranks, in a clone of the project; for tests.
+"""Faults in chosen data steps on chosen ranks, in a clone of the project; for tests.
 
     FAULTS.json beside pretrain.py: [{"data_steps": [20, 23], "rank": 1, "factor": "nan"}]
 
 The product has no hook for this: `infect` rewrites the clone's own pretrain.py. `rank` null = all
-ranks; `factor` multiplies the loss and therefore its gradient.
+ranks. `factor` multiplies the loss, and so its gradient; `raises` is the text of a RuntimeError;
+`sleep_s` seconds pass in the forward pass.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 ENTRY = 'if __name__ == "__main__":\n'
@@ -46,7 +48,10 @@ def install() -> None:
         for fault in faults:
             first, end = fault["data_steps"]
             if first <= now["data_step"] < end and fault["rank"] in (None, rank):
-                value = value * float(fault["factor"])
+                if "raises" in fault:
+                    raise RuntimeError(fault["raises"])
+                time.sleep(fault.get("sleep_s", 0))
+                value = value * float(fault.get("factor", 1))
         return value
 
     health_monitor.HealthMonitor.begin = noting

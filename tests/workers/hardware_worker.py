@@ -11,13 +11,15 @@ from __future__ import annotations
 import sys
 import time
 
+from ranks import PATIENCE
+
 import pretrain
 from model.decoder import Decoder
 from runtime.engine.engine import Engine
-from runtime.monitor.hardware import Hardware
+from runtime.monitor.hardware import HardwareWatch
 from runtime.process import process
 
-WORK_S = 0.3
+WORK_S = 0.3 * PATIENCE  # long beside the noise of a busy machine
 
 
 def main() -> int:
@@ -28,7 +30,7 @@ def main() -> int:
         from runtime.engine.pipeline_engine import PipelineEngine
 
         model, engine = Stage, PipelineEngine
-    forward, train_step, watched = model.forward, engine.train_step, Hardware.step
+    forward, train_step, watched = model.forward, engine.train_step, HardwareWatch.step
     state = {"micro_batches": 1, "sleep_s": 0.0, "slept_s": 0.0}
 
     def step(self, step, span):
@@ -47,7 +49,7 @@ def main() -> int:
             time.sleep((WORK_S + state["sleep_s"]) / state["micro_batches"])
         return forward(self, *arguments, **keywords)
 
-    Hardware.step, engine.train_step, model.forward = step, stepped, slowed
+    HardwareWatch.step, engine.train_step, model.forward = step, stepped, slowed
     return pretrain.main(sys.argv[4:])
 
 

@@ -30,7 +30,8 @@ from data.stream.schedule import schedule_of
 from data.stream.stream import Stream, open_stream
 from recipes.schema import Optim, Parallel, Recipe
 from runtime.engine.batches import to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.process import process
 from runtime.resolve import resolve
 

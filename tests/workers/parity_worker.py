@@ -24,7 +24,8 @@ from data.stream.stream import Stream, open_stream
 from parallel.layout import Coordinates
 from recipes.schema import Data, Model, Optim, Recipe, Source
 from runtime.engine.batches import gather_hashes, to_device
-from runtime.engine.engine import Engine, build
+from runtime.engine.build_engine import build
+from runtime.engine.engine import Engine
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
 from runtime.resolve import Resolved, resolve

@@ -129,17 +129,17 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
     """Largest difference of loss and gradients between the sharded and the full decoder."""
     recipe = recipe_of(case, corpus)
     config = decoder_config(recipe)
-    layout = settle_layout(recipe)
+    layout = resolve_layout(recipe)
     mesh = make_mesh(layout, dist.get_rank())
-    whole, cut = Decoder(config), Decoder(tensor.local_config(config, mesh.tensor))
-    tensor.apply(cut, mesh, config, case.sequence)
+    whole, sharded = Decoder(config), Decoder(tensor.local_config(config, mesh.tensor))
+    tensor.apply(sharded, mesh, config, case.sequence)
     fill(whole, 3)
     with torch.no_grad():
-        for name, parameter in cut.named_parameters():
+        for name, parameter in sharded.named_parameters():
             drawn = initial_weight(name, parameter.shard.full, 3, config)
             parameter.copy_(part(drawn, parameter, parameter.shape))
     if compiled:
-        compile_blocks(cut.model.layers, backend="aot_eager")
+        compile_blocks(sharded.model.layers, backend="aot_eager")
     torch.manual_seed(1)
     words = torch.randint(0, config.vocab_size, (2, recipe.seq_len))
     segments = torch.zeros(2, recipe.seq_len, dtype=torch.int32)
@@ -147,18 +147,20 @@ def whole_and_cut(case: Case, corpus: Path, compiled: bool) -> float:
     labels = words.roll(-1, 1)
     labels[:, ::3] = -100
     labels[0, 1] = config.vocab_size - 1  # the last row of the last rank
-    losses = [m(words, segments, labels=labels, num_items_in_batch=40).loss for m in (whole, cut)]
+    losses = [
+        m(words, segments, labels=labels, num_items_in_batch=40).loss for m in (whole, sharded)
+    ]
     for loss in losses:
         loss.backward()
     worst = abs(losses[0].item() - losses[1].item())
     gradients = {name: p.grad for name, p in whole.named_parameters()}
-    for name, parameter in cut.named_parameters():
+    for name, parameter in sharded.named_parameters():
         difference = part(gradients[name], parameter, parameter.shape) - parameter.grad
         worst = max(worst, float(difference.abs().max()))
     return worst
 
 
-def settle_layout(recipe):
+def resolve_layout(recipe):
     from data.stream.schedule import schedule_of
 
     schedule = schedule_of(recipe)
@@ -177,7 +179,7 @@ def overlap(corpus: Path) -> list[str]:
     """Operators of the backward pass of one block, in order."""
     recipe = recipe_of(Case(tensor=2), corpus)
     config = decoder_config(recipe)
-    mesh = make_mesh(settle_layout(recipe), dist.get_rank())
+    mesh = make_mesh(resolve_layout(recipe), dist.get_rank())
     model = Decoder(tensor.local_config(config, mesh.tensor))
     tensor.apply(model, mesh, config)
     fill(model, 3)

@@ -26,7 +26,7 @@ from clones import SMALL
 from ranks import PATIENCE, environment
 
 from launch.hosts.network import free_port
-from launch.ranks.ranks import rank_variables
+from launch.ranks.rank_process import rank_variables
 
 # Reads a line {"what", "words", "ranks": [variables of each], "out": file}; answers with the number
 # of the process that leads them, and with its status when all have ended.

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from rank_threads import Killed, run_threads
-from ranks import ROOT, run_ranks
+from ranks import PATIENCE, ROOT, run_ranks
 from saves_on_threads import WORLD, load_on_all, save_on_all, steps, tensors
 from small_fragments import cut_flat
 
@@ -385,4 +385,4 @@ def test_saving_on_rank_0_only_ends_with_a_hint_and_real_ranks_commit_together(t
     assert out["reports"] == [[True, None], [True, None]]
     assert out["loaded"] == [4, 4]
     assert "never under a condition on the rank" in out["alone"]
-    assert out["waited_s"] < 20
+    assert out["waited_s"] < 20 * PATIENCE

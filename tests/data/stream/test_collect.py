@@ -5,10 +5,11 @@ import threading
 
 import numpy as np
 import pytest
+from ranks import PATIENCE
 from small_corpora import random_documents, stream_of, write_corpus
 
 from base.errors import UserError
-from data.stream.collect import Collector
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
 from recipes.schema import Skip
 
@@ -29,13 +30,15 @@ def collect(streams, data_ranks, data_size, folder, steps=range(1, 8), micro_bat
     def work(rank):
         def gather(own):
             shelf[rank] = own
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=30 * PATIENCE)
             everyone = np.stack(shelf)
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=30 * PATIENCE)
             return everyone
 
         ledger = Ledger(folder) if rank == 0 else None
-        collector = Collector(ledger, gather, 3, data_ranks, streams[rank].skips.fingerprint())
+        collector = LedgerCollector(
+            ledger, gather, 3, data_ranks, streams[rank].skips.fingerprint()
+        )
         place = data_ranks[rank], data_size, micro_batch
         try:
             with streams[rank].prefetch(steps[0], steps[-1], *place) as batches:
@@ -49,7 +52,7 @@ def collect(streams, data_ranks, data_size, folder, steps=range(1, 8), micro_bat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=60 * PATIENCE)
     return errors
 
 

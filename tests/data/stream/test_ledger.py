@@ -89,6 +89,21 @@ def test_a_damaged_line_is_passed_over_and_stays(tmp_path):
     assert path.read_bytes().count(b"\n") == 3
 
 
+def test_a_flipped_value_is_found_by_its_digest_and_a_line_without_one_is_read(tmp_path):
+    ledger = Ledger(tmp_path)
+    for step in (1, 2):
+        append(ledger, step)
+    ledger.close()
+    path = tmp_path / STEPS_FILE
+    first, second = path.read_bytes().splitlines(keepends=True)
+    old = json.loads(first)
+    del old["digest"]
+    path.write_bytes(json.dumps(old).encode() + b"\n" + second)
+    assert [line["step"] for line in read_ledger(tmp_path)] == [1, 2]
+    path.write_bytes(first + second.replace(b'"step": 2', b'"step": 3'))
+    assert [line["step"] for line in read_ledger(tmp_path)] == [1]
+
+
 def test_a_missing_ledger_is_refused(tmp_path):
     with pytest.raises(UserError, match="has recorded no step"):
         list(read_ledger(tmp_path))

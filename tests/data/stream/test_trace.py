@@ -6,7 +6,7 @@ from small_corpora import flip_byte, random_documents, stream_of, write_corpus
 
 from base.errors import UserError
 from commands import audit, audit_diff
-from data.stream.collect import Collector
+from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger
 from data.stream.trace import origins, pieces_of_step, steps_of_document
 from recipes.compose import compose, recipe_yaml
@@ -137,7 +137,7 @@ def recorded(root, tmp_path, monkeypatch):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
-        collector = Collector(
+        collector = LedgerCollector(
             Ledger(folder / "ledger"), lambda own: own[None], 10, None, stream.skips.fingerprint()
         )
         for step in range(1, count + 1):
@@ -246,7 +246,7 @@ def test_each_step_is_rebuilt_with_the_recipe_that_held_then(recorded, capsys):
     old = audit.stream_of(recipe)
     now = audit.stream_of(compose(str(folder / "recipe.yaml")).recipe)
     (folder / "ledger" / "steps.jsonl").unlink()
-    collector = Collector(Ledger(folder / "ledger"), lambda own: own[None], 10)
+    collector = LedgerCollector(Ledger(folder / "ledger"), lambda own: own[None], 10)
     for step in range(1, 21):
         collector.add((old if step <= 10 else now).step(step, 0, 1, 8))
     collector.flush()

@@ -91,7 +91,7 @@ def test_other_ids_on_the_way_start_the_build_again_with_tokenizers(monkeypatch,
     said = []
     manifest = build(source, tmp_path / "c", log=said.append)
     assert "equal ids" in said[0]
-    assert "gives other ids for 'a rare word'; starting with tokenizers" in said[1]
+    assert "gives other ids for 'a rare word'; using tokenizers" in said[1]
     assert manifest["made_with"]["engine"] == "tokenizers"
     assert texts_of(tmp_path / "c") == [*GOOD, "a rare word"]
     with pytest.raises(EngineDiffers):

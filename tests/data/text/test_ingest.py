@@ -17,7 +17,7 @@ from base.errors import UserError
 from commands import corpus
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.tokenizer import train_bpe
-from data.text import ingest, inputs, unit
+from data.text import ingest, inputs, unit, unit_plan
 from data.text.duplicates import mark_first
 from data.text.filters import Filters, class_counts
 from data.text.settings import read_settings
@@ -25,7 +25,7 @@ from data.text.settings import read_settings
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 300)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 300)
     monkeypatch.setattr(unit, "BATCH_CHARS", 120)
 
 
@@ -53,7 +53,7 @@ def test_workers_and_units_do_not_change_a_byte(mixed, tmp_path, small_units, mo
         monkeypatch.setattr(ingest, "FEW_BYTES", 0 if workers == 2 else ingest.FEW_BYTES)
         build(mixed, tmp_path / f"w{workers}", *words, workers=workers)
         assert digest(tmp_path / f"w{workers}") == digest(tmp_path / "one")
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 1 << 20)
     build(mixed, tmp_path / "large", *words)
     assert digest(tmp_path / "large") == digest(tmp_path / "one")
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".work")] == []
@@ -146,7 +146,7 @@ def test_a_file_of_texts_or_ids_says_what_is_held_out(tmp_path):
     assert sorted(texts_of(tmp_path / "c", "valid")) == sorted([GOOD[1], GOOD[3], GOOD[3]])
     assert not set(texts_of(tmp_path / "c")) & {GOOD[1], GOOD[3]}
     assert manifest["held_out"]["file_entries_not_in_the_input"] == 1
-    with pytest.raises(UserError, match="which field of the input is the id"):
+    with pytest.raises(UserError, match="name the field of the input that holds the id"):
         build(source, tmp_path / "d", words[0])
     held.write_text('{"name": 3}\n')
     with pytest.raises(UserError, match="held:1: has neither a text in 'text' nor an id in 'id'"):
@@ -189,9 +189,11 @@ def test_a_failed_build_leaves_no_corpus_and_only_a_changed_file_is_read_again(
     source = write_files(
         tmp_path / "in", {"a.jsonl": json_lines(GOOD[:9]), "b.jsonl": b'{"text": 3}\n'}
     )
+    logged = []
     with pytest.raises(UserError, match=r"b\.jsonl:1: field 'text' is a number"):
-        build(source, tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+        build(source, tmp_path / "c", log=logged.append)
+    assert sorted(os.listdir(tmp_path)) == [".c.work", "in"]
+    assert f"finished work is kept in {tmp_path / '.c.work'}" in logged[-1]
     write_files(source, {"b.jsonl": json_lines(["mended"])})
     read = []
     plain = ingest.build_unit
@@ -209,7 +211,7 @@ def test_a_build_that_finished_nothing_leaves_no_work_folder(tmp_path):
     source = write_files(tmp_path / "in", {"b.jsonl": b'{"text": 3}\n'})
     with pytest.raises(UserError, match="field 'text' is a number"):
         build(source, tmp_path / "c")
-    assert sorted(os.listdir(tmp_path)) == [".c.lock", "in"]
+    assert sorted(os.listdir(tmp_path)) == ["in"]
 
 
 def test_an_out_folder_inside_the_input_is_refused_and_nothing_of_it_is_called_removable(tmp_path):
@@ -367,7 +369,7 @@ def test_a_tokenizer_learns_only_from_what_a_corpus_trains_on(mixed, tmp_path):
     tokenizer = train(str(mixed), 300, settings, said.append)
     assert tokenizer.definition == train_bpe(training_texts(files, settings, 1.0), 300).definition
     train(str(mixed), 60000, settings, said.append)
-    assert "the text has no more than" in said[-1]
+    assert "the text gives only" in said[-1]
     with pytest.raises(UserError, match="VOCAB=200: is not in 257 to"):
         train(str(mixed), 200, settings, said.append)
     write_files(mixed, {"e.jsonl": b"{broken\n"})

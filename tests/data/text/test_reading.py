@@ -14,11 +14,12 @@ from word_tokenizers import word_tokenizer
 from base.errors import UserError
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.tokenizer import byte_tokenizer, load_tokenizer, open_tokenizer
-from data.text import inputs, reading, unit
+from data.text import reading, unit, unit_plan
 from data.text.encoding import Encoder
-from data.text.inputs import Unit, find_inputs, plan_units
+from data.text.inputs import find_inputs
 from data.text.reading import lines_in, read_unit
 from data.text.settings import read_settings
+from data.text.unit_plan import Unit, plan_units
 
 
 def names(source, kind=None):
@@ -204,7 +205,7 @@ def test_a_bad_line_stops_with_file_and_line_or_is_put_aside_and_counted(tmp_pat
 
 
 def test_the_line_number_of_an_error_counts_from_the_start_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 200)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 200)
     data = json_lines(GOOD[:30]) + b"\n" + b"broken\n" + json_lines(GOOD[30:])
     source = write_files(tmp_path / "in", {"x.jsonl": data})
     with pytest.raises(UserError, match=r"x\.jsonl:32: is not JSON"):
@@ -323,7 +324,7 @@ TEXT_TYPES = [
 
 @pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
 def test_parquet_columns_of_every_text_type_are_read(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 200)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 200)
     values = pa.array(GOOD)
     values = values.cast(kind) if not pa.types.is_dictionary(kind) else values.dictionary_encode()
     (tmp_path / "in").mkdir()
@@ -365,7 +366,7 @@ def test_parquet_rows_without_text_and_wrong_columns_are_refused(tmp_path):
 
 def test_a_local_data_set_is_read_by_rows_in_its_own_order(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(inputs, "UNIT_ROWS", 9)
+    monkeypatch.setattr(unit_plan, "UNIT_ROWS", 9)
     table = datasets.Dataset.from_dict({"text": GOOD, "id": list(range(40))})
     mixed = table.select(list(range(39, -1, -1)))  # an order that is not that of the file
     mixed.save_to_disk(tmp_path / "set")

@@ -11,12 +11,12 @@ from text_inputs import GOOD, build, json_lines, texts_of, write_files
 
 from base.errors import UserError
 from data.stream.order import forward
-from data.text import ingest, inputs, shuffle, unit
+from data.text import ingest, shuffle, unit, unit_plan
 from data.text.settings import read_settings
 
 
 def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 300)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 300)
     monkeypatch.setattr(unit, "BATCH_CHARS", 120)
     files = {"a.jsonl": json_lines(GOOD[:25]), "b.jsonl": json_lines(GOOD[20:]), "c.txt": "text"}
     mixed = write_files(tmp_path / "in", files)
@@ -48,7 +48,7 @@ def test_shuffled_documents_are_the_same_ones_in_the_order_of_the_seed(tmp_path,
     for row, text in zip(rows, texts_of(tmp_path / "many"), strict=True):
         assert row["xxh3"] == xxhash.xxh3_128_digest(text.encode())
     assert texts_of(tmp_path / "many") == texts_of(tmp_path / "c")
-    monkeypatch.setattr(inputs, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(unit_plan, "UNIT_BYTES", 1 << 20)
     build(mixed, tmp_path / "large", *words, "id=id")
     assert digest(tmp_path / "large") == digest(tmp_path / "many")
     other = build(mixed, tmp_path / "other", "valid=0.2", "shuffle=8")

@@ -7,6 +7,7 @@ does: a bare environment, and one line of text for a shell.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -25,11 +26,12 @@ from base.errors import UserError
 from launch.hosts import network
 from launch.hosts.agent import among
 from launch.hosts.carriers import carriers, is_here
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
 from launch.hosts.judge import Need
-from launch.hosts.preflight import Inspection, Plan, preflight
+from launch.hosts.preflight import Inspection, StartPlan, preflight
 
+LOST_S = math.ceil(3 * PATIENCE)  # silence of an agent that is busy, not lost
 WORKER = "tests/workers/launch_worker.py"
 HARD = [
     "a b",
@@ -66,38 +68,41 @@ def ssh(tmp_path) -> Path:
 
 
 @pytest.fixture
-def cluster(ssh) -> Cluster:
+def cluster(ssh) -> AgentCluster:
     hosts = [Host("host-a", 2), Host("host-b.example", 2)]
-    return Cluster(hosts, ROOT, "ssh", f"{shlex.quote(str(ssh))} -p 2222 -o User=me")
+    return AgentCluster(hosts, ROOT, "ssh", f"{shlex.quote(str(ssh))} -p 2222 -o User=me")
 
 
-def plan(port: int = 29_123) -> Plan:
+def plan(port: int = 29_123) -> StartPlan:
     hosts = [
         {"name": name, "address": "127.0.0.1", "interface": "lo", "devices": None}
         for name in ("host-a", "host-b.example")
     ]
-    return Plan(port, hosts, [])
+    return StartPlan(port, hosts, [])
 
 
 # A launcher in a process of its own, as `make pretrain` has one.
 LAUNCH = """
 import functools, json, sys
 from pathlib import Path
-from launch.hosts.cluster import Cluster
+from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
-from launch.hosts.preflight import Plan
+from launch.hosts.preflight import StartPlan
 from launch.ranks import start
+from launch.ranks.screen import Screen
 told = json.loads(sys.argv[1])
 arguments = ["tests/workers/launch_worker.py", told["out"], told["action"], *told["arguments"]]
 if told["ssh"] is None:
-    root = Path.cwd()
-    sys.exit(start.here(arguments, 2, root, Path(told["runs"]) if told["runs"] else None, 29123))
+    root, runs, screen = Path.cwd(), Path(told["runs"]) if told["runs"] else None, Screen(2)
+    with start.catch_signals() as signals:
+        attempt = start.live_here(arguments, 2, root, runs, 29123, screen, signals)
+    sys.exit(screen.finish(attempt.ends, signals.first))
 hosts = [Host("host-a", 2), Host("host-b.example", 2)]
 here = {"address": "127.0.0.1", "interface": "lo", "devices": None}
 plans = [{"name": host.name} | here for host in hosts]
-cluster = Cluster(hosts, Path.cwd(), told["via"], told["ssh"])
+cluster = AgentCluster(hosts, Path.cwd(), told["via"], told["ssh"])
 start.order_of = functools.partial(start.order_of, lost_s=told["lost_s"])
-start_it = functools.partial(start.across, cluster, Plan(29123, plans, []), arguments, 1)
+start_it = functools.partial(start.across, cluster, StartPlan(29123, plans, []), arguments, 1)
 sys.exit(start_it(told["environment"], told["runs"]))
 """
 
@@ -108,7 +113,7 @@ class Launch:
     def __init__(self, out: Path, action: str, ssh: Path | None, *arguments: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
-        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
+        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 20 * LOST_S, **told}
         told |= {
             "out": str(out),
             "action": action,
@@ -219,7 +224,7 @@ def test_rendered_commands_name_no_interface(cluster):
 
 def test_a_secret_never_goes_through_pdsh(cluster):
     for name, value in (("WANDB_API_KEY", "x"), ("HF_ENDPOINT", "https://me:hunter2@mirror/x")):
-        with pytest.raises(UserError, match=f"{name} would show"):
+        with pytest.raises(UserError, match=f"{name} would be visible"):
             carriers("pdsh", cluster.hosts, ROOT, {"environment": {name: value}})
 
 
@@ -315,7 +320,7 @@ def test_a_signal_leaves_no_process_behind_pdsh(tmp_path, ssh):
 
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh on this machine (Debian: pdsh)")
 def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
-    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=3)
+    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=LOST_S)
     agents = [content["parent"] for content in launch.started()]
     os.kill(agents[1], signal.SIGSTOP)
     try:
@@ -323,7 +328,7 @@ def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
     finally:
         os.kill(agents[1], signal.SIGKILL)
     assert status != 0
-    assert "nothing was heard of it for 3 s" in output
+    assert f"nothing was heard of it for {LOST_S} s" in output
     assert nothing_stays(launch.out)
 
 
@@ -378,7 +383,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path):
     path = tmp_path / "ssh"
     path.write_text("#!/bin/sh\necho 'ssh: connect to host: No route' >&2\nexit 255\n")
     path.chmod(0o755)
-    cluster = Cluster([Host("host-a", 1), Host("host-b", 1)], ROOT, "ssh", str(path))
+    cluster = AgentCluster([Host("host-a", 1), Host("host-b", 1)], ROOT, "ssh", str(path))
     with pytest.raises(UserError) as caught:
         preflight(cluster, Inspection(Need(), {}), print)
     assert len(caught.value.problems) == 2

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from scripted_cards import script
 
 from base.errors import UserError
@@ -83,7 +83,7 @@ def test_only_locks_that_nothing_has_touched_for_long_are_removed_and_others_are
     long_ago = time.time() - 2 * facts.STALE_S
     for path in old.iterdir():
         os.utime(path, (long_ago, long_ago))
-    os.utime(new / "lock", (long_ago, long_ago))  # the build beside it is under way
+    os.utime(new / "lock", (long_ago, long_ago))  # the build beside it is under route
     young, removed = facts.remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert removed == f"removed a lock that a killed build left behind: {old / 'lock'}"
     assert young.endswith(f"a run that needs it waits while this lock is there: {new / 'lock'}")
@@ -131,27 +131,27 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     assert network.missing_interfaces(environ, False) == [gloo]
 
 
-def test_who_knocks_with_the_token_is_let_in_and_others_are_not():
+def test_a_caller_with_the_token_is_answered_and_others_are_not():
     port = network.free_port()
-    came = {}
+    callers = {}
     waiting = threading.Thread(
-        target=lambda: came.update(network.await_knocks(port, "token", 1, 10))
+        target=lambda: callers.update(network.await_callers(port, "token", 1, 10))
     )
     waiting.start()
     with socket.socket() as stranger:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 5 * PATIENCE
         while stranger.connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
             time.sleep(0.05)
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-    way = network.knock(["no-such-host.invalid", "127.0.0.1"], port, "token", "7", 10)
+    route = network.call(["no-such-host.invalid", "127.0.0.1"], port, "token", "7", 10)
     waiting.join(10)
-    assert way == network.Way("lo", "127.0.0.1", "127.0.0.1")
-    assert list(came) == ["7"]
+    assert route == network.Route("lo", "127.0.0.1", "127.0.0.1")
+    assert list(callers) == ["7"]
 
 
 def test_nobody_there_is_none_and_a_busy_port_is_named():
     port = network.free_port()
-    assert network.knock(["127.0.0.1"], port, "token", "1", 0.3) is None
-    assert network.await_knocks(port, "token", 1, 0.3) == {}
+    assert network.call(["127.0.0.1"], port, "token", "1", 0.3) is None
+    assert network.await_callers(port, "token", 1, 0.3) == {}
     with socket.create_server(("", port)), pytest.raises(UserError, match=f"port {port} on"):
-        network.await_knocks(port, "token", 1, 0.3)
+        network.await_callers(port, "token", 1, 0.3)

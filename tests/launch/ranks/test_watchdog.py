@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -12,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment
+from ranks import PATIENCE, ROOT, environment
 
 from launch.ranks.outcome import cause_of, exit_status, explain
-from launch.ranks.ranks import Ranks, RunLogs
-from launch.ranks.watchdog import Beat, Heard, Watchdog, frames_of, read_beat, waits
+from launch.ranks.ranks import start_ranks
+from launch.ranks.run_logs import RunLogs
+from launch.ranks.watchdog import Beat, BeatHistory, Watchdog, frames_of, read_beat, waits
 from recipes.schema import Watch
 from record.heartbeat import Heart
 
@@ -214,7 +216,7 @@ def test_who_waits_in_a_collective_is_known_by_the_main_threads_stack():
 
 
 def test_several_beats_between_two_looks_count_as_their_steps():
-    heard = Heard()
+    heard = BeatHistory()
     heard.hear(Beat("step", 500, 10.0, 2))
     assert heard.steps == 1  # of this attempt, which went on from step 499
     heard.hear(Beat("step", 510, 30.0, 2))
@@ -225,21 +227,25 @@ def test_several_beats_between_two_looks_count_as_their_steps():
 def hang(folder: Path, how: str, phase: str):
     """The ends of two ranks of which rank 1 hangs, and the log of each."""
     folder.mkdir()
-    limits = Watch(start_s=60, load_s=60, step_s=60, evaluate_s=60, save_s=60, end_s=60)
-    limits = replace(limits, **{f"{phase}_s": 1})
+    usual = round(60 * PATIENCE)
+    phases = ("start", "load", "step", "evaluate", "save", "end")
+    limits = Watch(**{f"{name}_s": usual for name in phases})
+    # A rank that is only slow must not look as if it hung.
+    limits = replace(limits, **{f"{phase}_s": math.ceil(PATIENCE)})
     environments = [
         environment(RANK=str(rank), WORLD_SIZE="2", PYTHONPATH=str(ROOT)) for rank in range(2)
     ]
     logs = RunLogs(folder)
     command = [sys.executable, str(ROOT / "tests" / "workers" / "hang_worker.py"), phase, how]
-    ranks = Ranks(command, environments, ROOT, lambda *_: None, logs=logs, limits=limits)
+    ranks = start_ranks(command, environments, ROOT, logs=logs, limits=limits)
     (folder / "recipe.yaml").touch()
     ends = ranks.wait()
     return ends, [(folder / "logs" / f"rank-0000{rank}.log").read_text() for rank in range(2)]
 
 
-def test_every_kind_of_hang_in_every_phase_is_named_and_ends_at_once(tmp_path):
+def test_every_kind_of_hang_in_every_phase_is_named_and_ends_at_once(tmp_path, monkeypatch):
     """Reliability: SIGSTOP, `while True`, a blocked read, a lock held, the interpreter's lock."""
+    monkeypatch.setattr("launch.ranks.watchdog.DUMP_S", 3 * PATIENCE)
     with ThreadPoolExecutor(len(HANGS)) as pool:
         found = list(pool.map(lambda case: hang(tmp_path / "-".join(case), *case), HANGS))
     for (how, phase), (ends, logs) in zip(HANGS, found, strict=True):
@@ -265,11 +271,11 @@ def test_ranks_that_beat_and_end_well_are_left_alone(tmp_path):
 
 def test_a_rank_that_the_kernel_cannot_end_is_named_and_counts_as_lost(tmp_path, monkeypatch):
     """One in a driver or a file system that does not answer; here its SIGKILL gets lost."""
-    monkeypatch.setattr("launch.ranks.ranks.UNENDING_S", 0.5)
+    monkeypatch.setattr("launch.ranks.shutdown.UNENDING_S", 0.5)
     environments = [environment(RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
     code = "import os, time; os.environ['RANK'] == '1' and os._exit(3); time.sleep(1000)"
-    ranks = Ranks([sys.executable, "-c", code], environments, tmp_path, lambda *_: None)
-    stuck, real = ranks._processes[0].pid, os.killpg
+    ranks = start_ranks([sys.executable, "-c", code], environments, tmp_path)
+    stuck, real = ranks._ranks[0].pid, os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: pid == stuck or real(pid, number))
     try:
         failed, lost = ranks.wait()
@@ -291,7 +297,7 @@ def test_ranks_that_have_not_begun_to_train_get_little_time_to_end(tmp_path, mon
     )
     environments = [environment(RANK="0")]
     command = [sys.executable, "-c", deaf]
-    ranks = Ranks(command, environments, tmp_path, lambda *_: None, limits=Watch())
+    ranks = start_ranks(command, environments, tmp_path, limits=Watch())
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     ranks.stop(signal.SIGTERM)

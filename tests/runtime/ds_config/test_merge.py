@@ -17,7 +17,7 @@ from model.decoder import Block
 from recipes.compose import compose
 from runtime.ds_config.keys import KEYS, LEAF_CLASSES, OWNED, REFUSED
 from runtime.ds_config.merge import ROOT, load_preset, preset_names
-from runtime.engine.engine import check_kernels
+from runtime.engine.build_engine import check_kernels
 from runtime.resolve import resolve
 
 PRESETS = ("pipeline", "zero1", "zero2", "zero3", "zero3_offload")

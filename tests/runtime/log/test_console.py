@@ -109,7 +109,7 @@ def test_the_live_line_is_not_redrawn_more_often_than_anyone_can_read(console, s
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 100, 200])
 def test_a_narrow_terminal_loses_whole_fields_never_half_a_name(columns):
-    fields = live_fields("tiny", line(120, mfu=0.4), 400, 3.5, 151.0)
+    fields = live_fields("tiny", line(120, mfu=0.4), 400, (120, 3.5), 151.0)
     text = fit(fields, columns - 1)
     assert len(text) < columns
     assert set(text.split("  ")) <= {field for _, field in fields}
@@ -197,3 +197,16 @@ def test_a_dumb_terminal_is_treated_as_a_pipe(console, monkeypatch):
 )
 def test_durations_have_two_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_validation_loss_of_an_earlier_step_names_its_step():
+    fields = [text for _, text in live_fields("tiny", line(114), 400, (100, 3.5), None)]
+    assert "val 3.5000 (step 100)" in fields
+    fields = [text for _, text in live_fields("tiny", line(100), 400, (100, 3.5), None)]
+    assert "val 3.5000" in fields
+
+
+def test_no_time_left_is_never_printed_while_steps_are_left():
+    assert "under 1 s left" in plain_text(line(398), 400, 0.3)
+    assert "0 s left" not in plain_text(line(398), 400, 0.3)
+    assert "2 s left" in plain_text(line(398), 400, 1.6)

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from metric_lines import make_writer, write_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -83,7 +84,8 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     accumulator = read(folder)
     others = ("saves/", "wall_clock/")  # of saves, and of attempts
     tags = {tag for tag, _ in SERIES.values() if not tag.startswith(others)}
-    tags -= {"memory/device_gib", "traffic/mib_per_step", "progress/seq_len"}  # where there are any
+    # Not in this run: a device, counted communication, a layout, a warm-up of the length.
+    tags -= {"memory/device_gib", "network/mib_per_step", "memory/state_gib", "progress/seq_len"}
     seen = {tag for tag in accumulator.Tags()["scalars"] if not tag.startswith("wall_clock/")}
     assert seen - {"memory/device_gib"} == tags
     sparse = {SERIES[field][0] for field in (*ONLY_WHEN_ANY, "val_loss")}
@@ -291,3 +293,21 @@ def test_recipe_and_deepspeed_json_are_shown_as_text(tmp_path):
     assert all(f"| {tag} | {meaning} |" in legend for tag, meaning in SERIES.values())
     assert text_of(accumulator, "recipe/recipe.yaml") == "```yaml\nseed: 1\n```"
     assert text_of(accumulator, "recipe/ds_config.json") == '```json\n{"a": 1}\n```'
+
+
+def test_extra_scalars_of_the_engine_get_a_series_each(tmp_path):
+    folder = tmp_path / "run"
+    writer = make_writer(folder, tensorboard=True, state_gib=0.25)
+    for step in (1, 2):
+        extra = {"router/z_loss": 0.5 * step, "drops": math.nan if step == 2 else 3.0}
+        line = write_step(writer, step, scalars=extra)
+    assert line["scalars"] == {"router/z_loss": 1.0, "drops": None}
+    assert line["non_finite"] == ["scalars.drops"]
+    writer.close()
+    accumulator = read(folder)
+    assert [point.value for point in accumulator.Scalars("router/z_loss")] == [0.5, 1.0]
+    assert [math.isnan(point.value) for point in accumulator.Scalars("extra/drops")] == [
+        False,
+        True,
+    ]
+    assert [point.value for point in accumulator.Scalars("memory/state_gib")] == [0.25, 0.25]

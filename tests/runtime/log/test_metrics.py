@@ -16,8 +16,10 @@ import numpy
 import pytest
 import torch
 from metric_lines import make_writer, write_step
+from ranks import PATIENCE
 
 from base.errors import UserError
+from base.jsonl import encode
 from base.units import GIB
 from record.records import (
     TAIL_BYTES,
@@ -30,7 +32,6 @@ from record.records import (
     read_metrics,
     record_event,
     repair,
-    strict_line,
     truncate_after,
 )
 from runtime.engine.memory import peak_device_gib, peak_host_gib
@@ -46,7 +47,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run `code` in another process."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
     )
 
 
@@ -184,7 +185,7 @@ def test_a_damaged_line_in_the_middle_is_passed_over_and_named_by_file_and_numbe
 
 def test_a_flipped_bit_anywhere_in_a_line_is_found():
     fields = {"kind": "saved", "step": 10, "checkpoint_stall_s": 0.5}
-    line = strict_line(fields).encode().rstrip()
+    line = encode(fields).rstrip()
     for bit in range(8 * len(line)):
         flipped = bytearray(line)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -465,3 +466,26 @@ def test_a_service_that_fails_later_costs_the_mirror_and_not_the_run(tmp_path, f
     write_step(writer, 2)
     assert writer.finish()["last_step"] == 2
     assert said == ["warning: log.wandb=p: no network; going on without the mirror"] * 2
+
+
+def test_final_speeds_do_not_mix_attempts_with_different_ranks(tmp_path):
+    folder = tmp_path / "run"
+    writer = make_writer(folder, world=1)
+    for step in range(1, 5):
+        write_step(writer, step, times=StepTimes(1.0, is_first=step == 1))
+    assert not summary(folder)["other_ranks"]
+    writer.close()
+    writer = make_writer(folder, world=4, after_step=4)
+    for step in range(5, 9):
+        write_step(writer, step, times=StepTimes(0.25, is_first=step == 5))
+    result = writer.finish()
+    assert (result["ranks"], result["other_ranks"], result["num_steady_steps"]) == (4, True, 3)
+    assert result["tokens_per_s"] == 400.0
+    assert "only the steps on 4 ranks" in summary_text(result)
+
+
+def test_a_validation_loss_of_an_earlier_step_names_its_step_at_the_end(tmp_path):
+    writer = make_writer(tmp_path / "run")
+    for step in range(1, 4):
+        write_step(writer, step, val_loss=3.25 if step == 2 else None)
+    assert "validation 3.2500 (step 2)" in summary_text(writer.finish())

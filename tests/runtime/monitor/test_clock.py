@@ -117,7 +117,7 @@ def test_an_unknown_or_nested_phase_is_a_mistake_of_ours():
     with pytest.raises(AssertionError, match="'forward' is not one of"):
         with clock.phase("forward"):
             pass
-    with pytest.raises(AssertionError, match="phase eval inside compute"):
+    with pytest.raises(AssertionError, match="phase eval begins inside of phase compute"):
         with clock.phase("compute"), clock.phase("eval"):
             pass
     with clock.phase("save"):  # usable after an exception

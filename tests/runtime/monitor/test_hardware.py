@@ -1,10 +1,11 @@
-"""runtime/monitor/hardware.py and its parts: own times, board, listener to GPUs, the whole in a
-run.
+"""runtime/monitor/hardware.py and its parts: own times, the key-value store, the reader of GPUs,
+and all of it in a run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import threading
@@ -20,18 +21,24 @@ from scripted_cards import HEALTHY, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel import collectives
-from recipes.schema import Hardware as Wanted
+from recipes.schema import Hardware
 from record.records import read_events, read_lines, read_metrics
-from runtime.monitor import devices, hardware, own_time
+from runtime.monitor import devices, own_time, readings
 from runtime.monitor.clock import StepClock
-from runtime.monitor.hardware import Collector, DeviceReading, Hardware, RankTimes, Said
+from runtime.monitor.hardware import HardwareWatch
 from runtime.monitor.key_value_store import KeyValueStore
 from runtime.monitor.own_time import OwnTime
+from runtime.monitor.readings import (
+    DeviceReading,
+    HardwareEvent,
+    RankTimes,
+    ReadingsCollector,
+)
 from runtime.process.process import Process
 
 
-class Clock:
-    """Seconds that pass only when told to."""
+class FakeClock:
+    """A clock that moves only by `passes`."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -44,7 +51,7 @@ class Clock:
 
 
 def test_own_time_is_a_step_without_waits_evaluation_and_saves():
-    fake = Clock()
+    fake = FakeClock()
     own = OwnTime(lambda: fake.seconds)
     clock = StepClock(lambda: fake.seconds, own=own)
     clock.start()
@@ -68,7 +75,7 @@ def test_own_time_is_a_step_without_waits_evaluation_and_saves():
 
 
 def test_only_every_so_many_steps_are_measured_where_stamps_cost():
-    fake = Clock()
+    fake = FakeClock()
     stamps = []
     own = OwnTime(lambda: stamps.append(1) or fake.seconds, every=4)
     own.begin()
@@ -83,7 +90,7 @@ def test_only_every_so_many_steps_are_measured_where_stamps_cost():
 
 
 def test_waits_of_other_threads_and_of_other_streams_are_not_the_ranks():
-    fake = Clock()
+    fake = FakeClock()
     is_counted = True
     own = OwnTime(lambda: fake.seconds, is_counted=lambda: is_counted)
     own.begin()
@@ -107,7 +114,7 @@ def test_calls_of_groups_and_waits_are_heard_under_every_name_that_this_torch_ha
             monkeypatch.setattr(dist.ProcessGroup, name, lambda self: fake.passes(10))
     monkeypatch.setattr(dist.Work, "wait", lambda self: fake.passes(10))
     monkeypatch.setattr(collectives, "_OPS", collectives._OPS)
-    fake = Clock()
+    fake = FakeClock()
     own = OwnTime(lambda: fake.seconds)
     own.listen()
     own.begin()
@@ -125,7 +132,7 @@ def test_calls_of_groups_and_waits_are_heard_under_every_name_that_this_torch_ha
 
 
 def test_on_a_gpu_waits_of_the_computations_stream_and_of_the_host_are_apart(monkeypatch):
-    fake = Clock()
+    fake = FakeClock()
 
     class Stream:
         """Stands for torch's, on a machine without a GPU."""
@@ -164,10 +171,10 @@ def test_the_clock_of_a_rank_stands_still_while_others_have_its_core():
     assert 0.04 <= now() - began_own <= time.perf_counter() - began + 1e-3
 
 
-# ---- the board and who collects from it
+# ---- the key-value store and the collector
 
 
-def test_the_board_gives_what_is_there_and_never_waits_for_what_is_not():
+def test_the_store_gives_what_is_there_and_never_waits_for_what_is_not():
     store = dist.HashStore()
     one, two = KeyValueStore(store), KeyValueStore(store)
     one.post("own/0", [[4, 0.25]])
@@ -178,8 +185,8 @@ def test_the_board_gives_what_is_there_and_never_waits_for_what_is_not():
     assert two.read(["own/0"]) == {"own/0": []}
 
 
-class Paper:
-    """A board that is a dictionary."""
+class DictStore:
+    """A key-value store that is a dictionary."""
 
     def __init__(self):
         self.posted = {}
@@ -193,9 +200,9 @@ class Paper:
 
 @pytest.fixture
 def cluster():
-    """Four ranks on two hosts that have begun: (collector, board, news)."""
+    """Four ranks on two hosts that have begun: (collector, store, news)."""
     news = []
-    store, collector = Paper(), Collector([0] * 4, lambda *new: news.extend(new))
+    store, collector = DictStore(), ReadingsCollector([0] * 4, lambda *new: news.extend(new))
     for rank in range(4):
         place = {"host": f"node-{rank // 2}", "gpu": str(rank % 2)}
         store.post(f"place/{rank}", place | {"is_first_of_host": rank % 2 == 0})
@@ -206,8 +213,8 @@ def cluster():
 
 def test_a_slow_rank_is_named_with_its_host_and_gpu_and_its_recovery_too(cluster, monkeypatch):
     collector, store, news = cluster
-    fake = Clock()
-    monkeypatch.setattr(hardware.time, "monotonic", lambda: fake.seconds)
+    fake = FakeClock()
+    monkeypatch.setattr(readings.time, "monotonic", lambda: fake.seconds)
     said = []
     for step in range(4, 60, 4):
         fake.passes(4)
@@ -215,7 +222,7 @@ def test_a_slow_rank_is_named_with_its_host_and_gpu_and_its_recovery_too(cluster
             own_s = 1.5 if rank == 3 and step < 40 else 1.0
             store.post(f"own/{rank}", [[step - 4, 9.0], [step, own_s]])
         collector.collect(store)
-        said += [(step, one) for one in news if isinstance(one, Said)]
+        said += [(step, one) for one in news if isinstance(one, HardwareEvent)]
         news.clear()
     [(step, slow), (_, over)] = said
     assert step == 12
@@ -254,8 +261,8 @@ def test_readings_and_alarms_of_every_host_arrive_once_each(cluster):
     collector.collect(store)
     assert news == [
         DeviceReading("node-0", gpus),
-        Said("notice", "node-1: no sensor", {"host": "node-1"}),
-        Said(
+        HardwareEvent("notice", "node-1: no sensor", {"host": "node-1"}),
+        HardwareEvent(
             "gpu_alarm",
             "node-1, GPU 0: the GPU is lost; drain the host",
             {"host": "node-1", "gpu": 0, "what": "lost", "action": "drain the host"},
@@ -266,7 +273,7 @@ def test_readings_and_alarms_of_every_host_arrive_once_each(cluster):
 
 def test_two_hosts_of_one_name_have_series_of_their_own():
     news = []
-    store, collector = Paper(), Collector([0, 0], lambda *new: news.extend(new))
+    store, collector = DictStore(), ReadingsCollector([0, 0], lambda *new: news.extend(new))
     for rank in range(2):
         place = {"host": "pod", "gpu": None, "is_first_of_host": True}
         store.post(f"place/{rank}", place)
@@ -283,7 +290,7 @@ def test_a_store_that_is_gone_ends_the_watch_with_one_notice():
 
     layout = SimpleNamespace(world=1, coordinates=lambda rank: SimpleNamespace(pipeline=0))
     me = Process(0, 1, 0, 1, torch.device("cpu"))
-    watched = Hardware(Wanted(every_s=100.0), layout, me, 0, Gone)
+    watched = HardwareWatch(Hardware(every_s=100.0), layout, me, 0, Gone)
     deadline = time.monotonic() + 20 * PATIENCE
     news = []
     while not news and time.monotonic() < deadline:
@@ -321,7 +328,7 @@ def test_a_reader_that_hangs_is_killed_and_started_anew_with_one_notice(tmp_path
     assert listener.news()["gpus"][0]["temperature_c"] in (60, 61)
     # None of them stays, and hangs on.
     assert len(readers | {last}) > 1
-    assert {reader.wait(10) for reader in readers | {last}} == {-signal.SIGKILL}
+    assert {reader.wait(10 * PATIENCE) for reader in readers | {last}} == {-signal.SIGKILL}
 
 
 # ---- the whole, in a run
@@ -334,7 +341,7 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     extra["PYTHONPATH"] = extra["PYTHONPATH"].replace(str(ROOT), str(clone)) + f":{clone}"
     words = [*SMALL, "zero=3", "steps=16", "eval_every=0", "run=watched"]
     words += ["model.num_hidden_layers=1", "batch_tokens=256"]  # arithmetic is the noisy part
-    words += ["hardware.every_s=0.4", "hardware.timeout_s=1"]
+    words += ["hardware.every_s=0.4", f"hardware.timeout_s={math.ceil(PATIENCE)}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(clone / "tests" / "workers" / "hardware_worker.py"), "1", "1", "1.5", *words]
     done = run_command(command, 120, cwd=clone, **extra)

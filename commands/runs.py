@@ -1,0 +1,68 @@
+"""`make runs`: all runs under runs/, one line each, the one that was active last at the end.
+
+Imports no torch. Units: seconds, steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from base.command_line import Parser, carry_out
+from base.errors import UserError
+from base.exits import FINISHED
+from base.table import table
+from base.units import duration
+from checkpoint.lineage import MARK
+from record.run_state import RunState, state_of
+from runtime.log.console import number
+
+HEAD = ["run", "state", "step", "loss", "val loss", "checkpoint", "last active"]
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of `make runs`; returns the exit status."""
+    parser = Parser(prog="make runs", description=__doc__)
+    parser.parse_args(arguments)
+    return carry_out(lambda: show(Path("runs")))
+
+
+def show(runs: Path) -> int:
+    """Print a table of all runs in the folder `runs`; returns the exit status."""
+    states, damaged = [], []
+    for mark in sorted(runs.glob(f"*/{MARK}")):
+        try:
+            states.append(state_of(mark.parent))
+        except (UserError, OSError) as error:
+            damaged.append(f"{mark.parent.name} cannot be read: {error}")
+    states.sort(key=lambda state: state.active_s)
+    if states:
+        print(table([HEAD, *map(row, states)], indent=""))
+    elif not damaged:
+        print("there is no run under runs/ yet; make pretrain starts one")
+    print("".join(f"{line}\n" for line in damaged), end="")
+    return FINISHED
+
+
+def row(state: RunState) -> list[str]:
+    """The cells of one run."""
+    of = f"/{state.total_steps}" if state.total_steps else ""
+    last = state.lines[-1] if state.lines else None
+    val = ""
+    if state.evaluated:
+        step, loss = state.evaluated
+        val = number(loss, ".4f") + (f" (step {step})" if step != state.step else "")
+    return [
+        state.folder.name,
+        state.word,
+        f"{state.step}{of}",
+        number(last["loss"], ".4f") if last else "",
+        val,
+        f"step {state.saved[0]}" if state.saved else "none",
+        f"{duration(max(0.0, time.time() - state.active_s))} ago",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
