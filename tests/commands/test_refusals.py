@@ -18,6 +18,7 @@ NOTHING = "not-there"
 SLIPS = {
     "audit": [[NOTHING]],
     "audit_diff": [["--", NOTHING, NOTHING]],
+    "budget": [["--gpu-hours=x"], ["--gpu-hours=100", f"--cluster={NOTHING}"]],
     "branch": [["--step=1", "--to=b", "--", NOTHING]],
     "checkpoints": [[NOTHING]],
     "compare": [["--runs", f"{NOTHING} {NOTHING}"], ["--recipe", NOTHING, "--sweep=zero=1,2"]],
@@ -33,12 +34,15 @@ SLIPS = {
     "history": [[NOTHING]],
     "knobs": [["--nothing"]],
     "layouts": [["--", NOTHING]],
+    "plan": [["--", NOTHING]],
+    "plan_check": [[f"--rows={NOTHING}"], [f"--runs={NOTHING}"]],
     "pretrain": [[f"recipe={NOTHING}"]],
     "profile": [["--run", NOTHING]],
     "recipes": [],  # takes no arguments
     "replay": [["--step=1", "--", NOTHING]],
     "reproduce": [[NOTHING]],
     "rewind": [[NOTHING, "--step=1"]],
+    "runs": [["--nothing"]],
     "sample": [[NOTHING], [NOTHING, "--top-p=3"]],
     "show": [[NOTHING]],
     "status": [[NOTHING]],
