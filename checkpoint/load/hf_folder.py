@@ -182,6 +182,11 @@ def _unfit(raw: dict[str, Any]) -> list[str]:
 
 def _unfit_values(config: PretrainedConfig) -> list[str]:
     """Return why the configuration, as Transformers reads it, is not that of the decoder."""
+    theta = config.rope_parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        return [
+            f"config.json: rope_theta={theta!r}, as Transformers reads it, is not a number above 0"
+        ]
     kinds = set(_own(config, "layer_types") or ())
     act = config.hidden_act
     found = {

@@ -234,6 +234,15 @@ def test_a_large_model_is_compared_by_some_layers_and_rows(tmp_path, monkeypatch
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"rope_scaling": [4.0]}, "rope_scaling"),
+        ({"rope_theta": "500000"}, "rope_theta='500000'"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 4.0}}, "dynamic"),
+        ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, "quantization_config"),
+        (
+            {"hidden_size": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+            r"hidden size \(36\) is not a multiple",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused_by_its_key(values, key, tmp_path):
