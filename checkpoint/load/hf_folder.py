@@ -22,6 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from base.errors import UserError
 from checkpoint.load.weight_rows import normal
 from model.config import ROPE_FIELDS
+from model.families import ACTIVATIONS, SYNONYMS
 
 # Hugging Face families that the decoder can represent, with the fields that tell them apart.
 FAMILIES = {
@@ -188,9 +189,8 @@ def _unfit_values(config: PretrainedConfig) -> list[str]:
             f"config.json: rope_theta={theta!r}, as Transformers reads it, is not a number above 0"
         ]
     kinds = set(_own(config, "layer_types") or ())
-    act = config.hidden_act
     found = {
-        "hidden_act": None if act in ("silu", "swish") else act,
+        "hidden_act": None if _act(config) in ACTIVATIONS else config.hidden_act,
         "attention_bias": _own(config, "attention_bias"),
         "mlp_bias": _own(config, "mlp_bias"),
         "layer_types": sorted(kinds - {"full_attention", "sliding_attention"}),
@@ -203,6 +203,11 @@ def _unfit_values(config: PretrainedConfig) -> list[str]:
         for what, value in found.items()
         if value
     ]
+
+
+def _act(config: PretrainedConfig) -> str:
+    """Return the activation of the MLP under the decoder's name."""
+    return SYNONYMS.get(config.hidden_act, config.hidden_act)
 
 
 def _kind(rope: dict[str, Any]) -> str:
@@ -295,4 +300,5 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     if "original_max_position_embeddings" in ROPE_FIELDS[_kind(rope)]:
         given = rope.get("original_max_position_embeddings")
         values["rope_original_max_position_embeddings"] = given or config.max_position_embeddings
+    values["hidden_act"] = _act(config)
     return normal(values | FAMILIES[config.model_type])

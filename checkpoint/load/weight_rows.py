@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from base.errors import UserError
+from base.values import first_of
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import WEIGHT, Fragment
 from checkpoint.format.rectangles import Box
@@ -36,6 +37,7 @@ FIELDS = (
     "num_key_value_heads", "head_dim", "rope_theta", "rope_type", "rope_factor",
     "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings",
     "rms_norm_eps", "tie_word_embeddings", "qkv_bias", "qk_norm",
+    "hidden_act",
 )  # fmt: skip
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Model)}
 MOST_NAMES = 20  # weights that do not fit are listed up to this number
@@ -78,15 +80,12 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
             for name in expected.keys() | weights.shapes.keys()
             if expected.get(name) != weights.shapes.get(name)
         )
-        more = len(names) - MOST_NAMES
-        raise UserError(
-            *(
-                f"{name}: {weights.shapes.get(name, 'nothing')} in {weights.label},"
-                f" {expected.get(name, 'nothing')} in the decoder"
-                for name in names[:MOST_NAMES]
-            ),
-            *([f"... and {more} more weights that do not fit"] if more > 0 else []),
-        )
+        problems = [
+            f"{name}: {weights.shapes.get(name, 'nothing')} in {weights.label},"
+            f" {expected.get(name, 'nothing')} in the decoder"
+            for name in names
+        ]
+        raise UserError(*first_of(problems, MOST_NAMES, "weights that do not fit"))
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:

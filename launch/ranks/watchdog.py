@@ -31,6 +31,8 @@ from typing import Any
 
 from base.run_variables import BEATS
 from recipes.schema import Watch
+from record.failure import Failure, read_failure
+from record.heartbeat import FAILURE
 
 LOOK_S = 0.5
 # Between two looks more than this did not pass for a watch that was running.
