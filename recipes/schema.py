@@ -58,6 +58,29 @@ class Model:
         choices=("silu", "gelu", "relu2"),
     )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
+    rope_type: str = knob(
+        "default",
+        "rotary scaling of a model whose context was extended: default (none), linear, llama3",
+        choices=("default", "linear", "llama3"),
+    )
+    rope_factor: float = knob(
+        1.0, "linear, llama3: long wavelengths are stretched by this factor", low=1, high=1e4
+    )
+    rope_low_freq_factor: float = knob(
+        1.0,
+        "llama3: pairs with fewer turns in the original context than this are stretched",
+        above=0,
+        high=1e4,
+    )
+    rope_high_freq_factor: float = knob(
+        4.0,
+        "llama3: pairs with more turns in the original context than this are kept",
+        above=0,
+        high=1e4,
+    )
+    rope_original_max_position_embeddings: int = knob(
+        8192, "llama3: context before it was extended", low=1, high=2**31 - 1, unit="tokens"
+    )
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
     qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2)")
