@@ -1,12 +1,14 @@
-"""`python -m checkpoint.export RUN [--step N]`: a checkpoint as a Hugging Face folder.
+"""Writes a checkpoint as a Hugging Face folder, or builds the same model in memory.
 
     checkpoint -> weight by weight, some rows at a time -> model-00001-of-00002.safetensors ...
     config.json, generation_config.json, tokenizer, README.md (model card)
 
-Loads in AutoModelForCausalLM with no code of ours. The one rule: nothing is exported that was not
-read back: the folder is made beside its final name, loaded by transformers, its logits compared
-with our decoder's, and only then renamed. Needs no engine and no GPU; memory is one piece of a
-weight, and twice the model for the comparison. Units: bytes, rows.
+The folder loads in AutoModelForCausalLM without any code of this project. Rule: the folder is made
+under a temporary name, loaded by Transformers, its logits compared with those of the decoder, and
+only then renamed. Where the run started from a Hugging Face folder, both configurations are also
+compared as Transformers reads them, so that a misread import cannot confirm itself. This needs no
+engine and no GPU; it needs memory for one piece of a weight, and twice the model for the
+comparison. Units: bytes, rows.
 """
 
 from __future__ import annotations
@@ -16,20 +18,28 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
+from base.paths import ROOT
+from checkpoint.load.hf_check import LENGTH, fill, largest_difference, pieces
+from checkpoint.load.hf_folder import read_config
 from checkpoint.load.weight_rows import RunWeights, check_names
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
 
 DTYPES = {"bf16": (torch.bfloat16, "bfloat16", "BF16"), "fp32": (torch.float32, "float32", "F32")}
-SHARD_BYTES = 5 * 10**9  # transformers' own default was this for years; files stay handy
-PIECE_BYTES = 64 << 20
+SHARD_BYTES = 5 * 10**9  # the default of Transformers for years
+# Fields of a configuration that change what a model computes.
+MEANING = (
+    "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "hidden_act",
+)  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -43,34 +53,30 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     check: bool = True,
 ) -> dict[str, Any]:
-    """Write `out` from the checkpoint of `step` (default: the newest) of a run; what was written.
+    """Write `out` from the checkpoint of `step` (default: the newest) of a run; return facts about
+    it.
 
     Raises UserError when `out` exists, the checkpoint is missing or damaged, or the exported folder
-    does not give our decoder's logits.
+    does not give the decoder's logits.
     """
-    if os.path.lexists(out):
-        raise UserError(f"{out} exists and is never overwritten; choose another one: OUT=")
+    refuse_existing(out)
     weights = RunWeights(run, step)
     config = decoder_config(weights.state)
     check_names(weights, config)
+    # Write all files under a temporary name.
     made = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     sweep(out)
     made.mkdir(parents=True)
     try:
-        generation: dict[str, Any] = {}
         if tokenizer is not None:
-            known = copy_tokenizer(tokenizer, made)
-            special_ids(config, known)
-            if known["vocab_size"] < config.vocab_size:  # rows that stand for no text
-                beyond = range(known["vocab_size"], config.vocab_size)
-                generation["suppress_tokens"] = list(beyond)
+            copy_tokenizer(tokenizer, made)
+        generation = generation_settings(config, tokenizer)
         write_weights(weights, made, dtype, shard_bytes)
         name = DTYPES[dtype][1]
         # `dtype` is Transformers 5's word, `torch_dtype` everybody else's.
         write_json(made / "config.json", hf_config(config) | {"dtype": name, "torch_dtype": name})
-        ids = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")}
-        generation |= {key: value for key, value in ids.items() if value is not None}
         write_json(made / "generation_config.json", generation)
+        # Compare, describe, rename.
         difference = compare_logits(weights, config, made, dtype) if check else None
         facts = {
             "run": run.name,
@@ -80,6 +86,7 @@ def export(
             "dtype": name,
             "recipe_hash": weights.state.get("recipe_hash"),
             "logits differ by": difference,
+            "differs from init_from": "; ".join(changed_since_import(weights.state, made)) or None,
         }
         (made / "README.md").write_text(model_card(facts, config), encoding="utf-8")
         if os.path.lexists(out):
@@ -91,8 +98,14 @@ def export(
     return facts
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise UserError where `out` exists."""
+    if os.path.lexists(out):
+        raise UserError(f"{out} exists and is never overwritten; choose another one: OUT=")
+
+
 def sweep(out: Path) -> None:
-    """Remove what exports into `out` left that a kill ended."""
+    """Remove what killed exports into `out` have left."""
     for left in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):
         process = left.name.rpartition("-")[2]
         if process.isdigit() and not Path("/proc", process).exists():
@@ -100,13 +113,16 @@ def sweep(out: Path) -> None:
 
 
 def decoder_config(state: dict[str, Any]) -> DecoderConfig:
-    """The decoder of a checkpoint's recipe."""
+    """Return the decoder's configuration from the recipe in a checkpoint."""
     recipe = state["recipe"]
     return DecoderConfig(**recipe["model"], max_position_embeddings=recipe["seq_len"])
 
 
 def write_weights(weights: RunWeights, folder: Path, dtype: str, shard_bytes: int) -> None:
-    """All weights as safetensors of at most `shard_bytes` (or one weight) each, and index."""
+    """Write all weights as safetensors of at most `shard_bytes` (or one weight) each, and an index
+    where there is more than one file.
+    """
+    # Distribute the weights over the files.
     item = DTYPES[dtype][0].itemsize
     shards: list[list[str]] = [[]]
     filled = total = 0
@@ -132,10 +148,11 @@ def write_weights(weights: RunWeights, folder: Path, dtype: str, shard_bytes: in
 
 
 def write_safetensors(path: Path, weights: RunWeights, names: list[str], dtype: str) -> None:
-    """One file: length of the header (8 bytes, little-endian), header (JSON), tensors row-major.
+    """Write one file: length of the header (8 bytes, little-endian), header (JSON), tensors
+    row-major.
 
-    The format is a few lines (github.com/huggingface/safetensors); the library wants whole tensors
-    in memory, and an embedding alone can be 4 GB.
+    The format is written here (github.com/huggingface/safetensors), because the library needs whole
+    tensors in memory, and an embedding alone can have 4 GB.
     """
     torch_dtype, _, code = DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -155,58 +172,63 @@ def write_safetensors(path: Path, weights: RunWeights, names: list[str], dtype: 
         os.fsync(file.fileno())
 
 
-def pieces(weights: RunWeights, name: str) -> Iterator[torch.Tensor]:
-    """A weight in order, some rows at a time, fp32."""
-    shape = weights.shapes[name]
-    step = max(1, PIECE_BYTES // (4 * math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield weights.read_rows(name, start, min(start + step, shape[0]))
-
-
-def copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy the tokenizer's files; its bos and eos as ids where it has them."""
-    if not (source / TOKENIZER_FILES[0]).is_file():
-        raise UserError(f"{source / TOKENIZER_FILES[0]}: not found; give TOKENIZER=")
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def generation_settings(config: DecoderConfig, tokenizer: Path | None) -> dict[str, Any]:
+    """Return the values of generation_config.json, and put the tokenizer's ids into `config`.
+
+    Rows of the table beyond the tokenizer stand for no text, so they are suppressed. Raises
+    UserError where the tokenizer is missing or does not fit the table.
+    """
+    if tokenizer is None:
+        return {}
+    if not (tokenizer / TOKENIZER_FILES[0]).is_file():
+        raise UserError(f"{tokenizer / TOKENIZER_FILES[0]}: not found; give TOKENIZER=")
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return ids | {"vocab_size": len(tokenizer)}
-
-
-def special_ids(config: DecoderConfig, ids: dict[str, Any]) -> None:
-    """Put the tokenizer's ids into the configuration; UserError when they do not fit the table."""
-    if ids["vocab_size"] > config.vocab_size:
+    known = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    if len(known) > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {ids['vocab_size']} ids, the embedding {config.vocab_size} rows:"
+            f"the tokenizer has {len(known)} ids, the embedding {config.vocab_size} rows:"
             " it is not the tokenizer of this run"
         )
-    config.bos_token_id, config.eos_token_id = ids["bos_token_id"], ids["eos_token_id"]
+    config.bos_token_id, config.eos_token_id = known.bos_token_id, known.eos_token_id
+    ids = {"bos_token_id": known.bos_token_id, "eos_token_id": known.eos_token_id}
+    settings: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
+    if len(known) < config.vocab_size:
+        settings["suppress_tokens"] = list(range(len(known), config.vocab_size))
+    return settings
 
 
-@torch.no_grad()
+def transformers_model(weights: RunWeights, tokenizer: Path | None) -> PreTrainedModel:
+    """Build, in memory, the Transformers model that an export in fp32 would give."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = decoder_config(weights.state)
+    check_names(weights, config)
+    generation = generation_settings(config, tokenizer)
+    values = hf_config(config)
+    theirs = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    fill(model, weights)
+    model.generation_config = GenerationConfig(**generation)
+    return model
+
+
 def compare_logits(weights: RunWeights, config: DecoderConfig, folder: Path, dtype: str) -> float:
-    """Largest difference of logits between transformers' model of `folder` and our decoder, both in
-    fp32 over the exported values. UserError beyond rounding."""
-    from transformers import AutoModelForCausalLM
-
+    """Return the largest difference of logits between Transformers' model of `folder` and the
+    decoder, both in fp32 over the exported values. Raises UserError beyond rounding.
+    """
     ours = Decoder(config).float().eval()
-    for name, parameter in ours.named_parameters():
-        at = 0
-        for rows in pieces(weights, name):
-            parameter[at : at + len(rows)] = rows.to(DTYPES[dtype][0])
-            at += len(rows)
+    fill(ours, weights, DTYPES[dtype][0])
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    length = min(config.max_position_embeddings, 256)  # late positions show rounded rotary angles
-    ids = torch.randint(
-        0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
-    )
-    expected, got = ours(input_ids=ids).logits, theirs(input_ids=ids).logits
-    difference = float((expected - got).abs().max())
-    limit = 1e-4 * max(1.0, float(expected.abs().max()))
+    difference, limit = largest_difference(ours, theirs, LENGTH)
     if not difference <= limit:
         raise UserError(
             f"{folder}: the exported model's logits differ from the decoder's by {difference:.3g}"
@@ -215,13 +237,34 @@ def compare_logits(weights: RunWeights, config: DecoderConfig, folder: Path, dty
     return difference
 
 
+def changed_since_import(state: dict[str, Any], made: Path) -> list[str]:
+    """Return what differs between the exported config.json and that of the folder from which the
+    run started, both as Transformers reads them; none where there is no such folder.
+
+    A run that an older version of this project started with a misread config.json was trained as
+    another model than its author meant, and the logits of its export agree all the same.
+    """
+    origin = state["recipe"].get("init_from")
+    if not origin or not (ROOT / origin / "config.json").is_file():
+        return []
+    before, after = (
+        read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder)
+        for folder in (ROOT / origin, made)
+    )
+    return [
+        f"{name}: {getattr(before, name, None)} there, {getattr(after, name, None)} here"
+        for name in MEANING
+        if getattr(before, name, None) != getattr(after, name, None)
+    ]
+
+
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Plain values, indented, as transformers writes them."""
+    """Write plain values, indented as Transformers does."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def model_card(facts: dict[str, Any], config: DecoderConfig) -> str:
-    """README.md of the exported folder."""
+    """Return the README.md of the exported folder."""
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
     shape = f"{config.num_hidden_layers} layers, width {config.hidden_size}"
     return f"""---

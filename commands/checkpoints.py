@@ -21,7 +21,7 @@ from base.errors import UserError
 from base.exits import FAILED, FINISHED
 from base.units import MIB
 from checkpoint.format.blocks import Damaged
-from checkpoint.format.manifest import NAME, all_committed, folder_with_checkpoints, read_manifest
+from checkpoint.format.manifest import NAME, all_committed, read_manifest, run_with_checkpoints
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import verify
 from checkpoint.save.retention import best
@@ -80,10 +80,8 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="commands.checkpoints", description="checkpoints of a run")
     parser.add_argument("run", help="run folder, or its name under runs/")
     name = parser.parse_args(arguments).run
-    run = folder_with_checkpoints(name)
-    if run is None:
-        return refuse(UserError(f"RUN={name}: no run with checkpoints here or under runs/"))
     try:
+        run = run_with_checkpoints(name)
         current = lineage_of(run)
     except UserError as error:
         return refuse(error)

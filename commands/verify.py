@@ -20,7 +20,7 @@ from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.exits import FAILED, FINISHED
 from base.units import MIB
-from checkpoint.format.manifest import all_committed, folder_with_checkpoints
+from checkpoint.format.manifest import all_committed, run_with_checkpoints
 from checkpoint.lineage import lineage_of
 from checkpoint.load.choosing import ASIDE, DEPTHS, unnamed, verify
 
@@ -57,9 +57,7 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Path, bool]]:
     """Give (name, folder, whether it was set aside) of the chosen checkpoints, by step. Raises
     UserError where there is none, or the run's history is damaged.
     """
-    run = folder_with_checkpoints(options.run)
-    if run is None:
-        raise UserError(f"RUN={options.run}: no run with checkpoints here or under runs/")
+    run = run_with_checkpoints(options.run)
     current, is_none = lineage_of(run), True
     places = [(*place, False) for place in all_committed(run / "checkpoints")]
     if options.all:

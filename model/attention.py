@@ -68,6 +68,12 @@ def document_starts(
     return torch.where(is_first, places, 0).cummax(dim=1).values
 
 
+def inverse_frequencies(head_dim: int, theta: float, device: torch.device | str) -> Tensor:
+    """Angle per position of each rotary pair, theta^(-2i/D), (D/2,) fp32 (Su et al., 2021)."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    return 1.0 / theta**exponents
+
+
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -77,10 +83,7 @@ def rotary_tables(
     whatever the model's type (bf16 cannot count beyond 256), and only the finished tables are
     rounded; there is no buffer to lose bits.
     """
-    exponents = (
-        torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    )
-    angles = positions[..., None].float() * (1.0 / theta**exponents)
+    angles = positions[..., None].float() * inverse_frequencies(head_dim, theta, positions.device)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

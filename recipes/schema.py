@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
-Rule: a knob exists here or nowhere (`recipes.faults` is a part of this file). `recipes.compose`
-checks a composed recipe against these classes and freezes it; `make knobs` prints them; a test
-fails on a knob that no code reads.
+Rule: a knob exists here or nowhere (`faults` and `output_knobs` are parts of this file).
+`recipes.compose` checks a composed recipe against these classes and freezes it; `make knobs` prints
+them; a test fails on a knob that no code reads.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.values import MANY, REQUIRED, WIDE, knob
-from recipes.faults import Alerts, Health
+from recipes.faults import LONG, Alerts, Health, Restart, Watch
+from recipes.output_knobs import Checkpoint, Hardware, Log
 
 # Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
 
-LONG = 10**7  # seconds: four months; every timer accepts it
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -52,6 +52,11 @@ class Model:
     head_dim: int | None = knob(
         None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
     )
+    hidden_act: str = knob(
+        "silu",
+        "activation of the MLP's gate: silu (SwiGLU), gelu (exact), relu2 (squared ReLU)",
+        choices=("silu", "gelu", "relu2"),
+    )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
@@ -76,6 +81,7 @@ class Source:
         1.0,
         "share of the tokens, relative to the other sources; or stages [[data step, weight], ...],"
         " the first step 0",
+        kind="number, or list of [data step, number]",
     )
     max_epochs: float | None = knob(
         None, "refuse a run that would repeat this source more often", above=0, high=1e9
@@ -101,15 +107,20 @@ class Skip:
         (),
         "[[first, end], ...]: batches left out, training goes on with the next one",
         unit="steps",
+        kind="list of [first, end]",
     )
     no_update: Any = knob(
-        (), "[[first, end], ...]: batches that count as steps but do not train", unit="steps"
+        (),
+        "[[first, end], ...]: batches that count as steps but do not train",
+        unit="steps",
+        kind="list of [first, end]",
     )
     mask: Any = knob(
         (),
         "[{source: NAME, documents: [first, end], steps: [first, end]}, ...]: training documents,"
         " by number, that give no loss in these data steps; end null = to the end of the run; with"
         " tokens: [first, end] only these of one document, as `make audit DOC=` counts them",
+        kind="list of {source, documents, steps}",
     )
 
 
@@ -201,6 +212,45 @@ class Cluster:
         above=0,
         high=1e6,
     )
+    gpu: str | None = knob(
+        None, "name of the GPU in plan/published/gpus.csv, whose data sheet the planner uses"
+    )
+    matmul_tflops: float | None = knob(
+        None,
+        "what a large matrix product reaches alone, for the planner; null = data sheet",
+        unit="TFLOP/s",
+        above=0,
+        high=1e6,
+    )
+    memory_gib: float | None = knob(
+        None, "memory of one GPU; null = data sheet", unit="GiB", above=0, high=1e6
+    )
+    memory_gb_s: float | None = knob(
+        None, "memory bandwidth of one GPU; null = data sheet", unit="GB/s", above=0, high=1e7
+    )
+    link_gb_s: float | None = knob(
+        None,
+        "one direction of one GPU's links inside the scale-up domain; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    domain: int | None = knob(
+        None, "GPUs that the fast links join; null = data sheet, or one host", low=1, high=2**20
+    )
+    nic_gb_s: float | None = knob(
+        None,
+        "one direction of the network, per GPU; null = data sheet",
+        unit="GB/s",
+        above=0,
+        high=1e6,
+    )
+    price_per_hour: float | None = knob(
+        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+    )
+    calibration: str | None = knob(
+        None, "file that `make calibrate` wrote: the planner uses its rates instead"
+    )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
@@ -238,6 +288,7 @@ class Parallel:
         "first decoder block of every pipeline stage but the first, such as [7,14,21]; null ="
         " balanced by cost, with embedding and head counted",
         unit="blocks",
+        kind="list of integers",
     )
     context: int = knob(1, "ranks that share each sequence", low=1, high=2**20)
 
@@ -245,131 +296,6 @@ class Parallel:
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: the fewest that a run takes."""
         return self.tensor * self.pipeline * self.context
-
-
-@dataclass(frozen=True)
-class Log:
-    """Output while training."""
-
-    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
-    tensorboard: bool = knob(True, "write event files")
-    wandb: str | None = knob(
-        None, "project name: mirror TensorBoard to Weights & Biases; null = off"
-    )
-    communication: bool = knob(False, "count the bytes of every step's collectives")
-    profile: str | None = knob(
-        None,
-        "A:B records steps A to B-1 with torch's profiler, into runs/<run>/profile/; null = off",
-        unit="steps",
-    )
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When the state of a run is saved, and which checkpoints are kept."""
-
-    interval: Any = knob(
-        0,
-        "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
-        " Young's formula, from measured times and cluster.mtbf_hours",
-        unit="steps",
-    )
-    mode: str = knob(
-        "sync",
-        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
-        " and written while training goes on; sync: training waits until it is on disk",
-        choices=("sync", "async"),
-    )
-    stuck_s: int = knob(
-        600,
-        "async: a save in flight for longer raises an alarm; training goes on without further saves"
-        " until it ends",
-        unit="seconds",
-        low=1,
-        high=LONG,
-    )
-    on_drift: str = knob(
-        "warn",
-        "ranks whose copies of the same weights differ at a save: warn and save, or stop the run",
-        choices=("warn", "stop"),
-    )
-    keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
-    keep_every: int = knob(
-        0,
-        "checkpoints at multiples of this stay for ever; 0 = none",
-        unit="steps",
-        low=0,
-        high=MANY,
-    )
-    verify: str = knob(
-        "sampled",
-        "how much of a save is read back before older ones go",
-        choices=("sampled", "full"),
-    )
-    at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Readings of the machines while a run trains."""
-
-    every_s: float | None = knob(
-        None,
-        "time between readings of every GPU; 0 = none; null = 10 where the run trains on GPUs, else"
-        " none",
-        unit="seconds",
-        low=0,
-        high=3600,
-    )
-    timeout_s: float = knob(
-        20.0,
-        "a reading that takes longer is given up and its process started anew",
-        unit="seconds",
-        above=0,
-        high=3600,
-    )
-    own_times: bool = knob(
-        True, "time every rank's own work, without its waits, and name a rank that is slow"
-    )
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Restarts: the launcher starts failed ranks again from the newest checkpoint."""
-
-    attempts: int = knob(
-        3,
-        "attempts in a row without a newer step that end the run; 0 = never start again",
-        low=0,
-        high=2**20,
-    )
-    wait_s: int = knob(
-        1800, "how long to wait for a lost host where no spare is left", low=0, high=LONG
-    )
-    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
-    host_failures: int = knob(
-        3, "failures within a day that bar a host from the run", low=1, high=2**20
-    )
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Seconds that a rank may be silent before its attempt is ended as hung; 0 = for ever."""
-
-    start_s: int = knob(
-        3600, "from the start of the process, and in its first steps", low=0, high=LONG
-    )
-    load_s: int = knob(3600, "while a checkpoint is loaded", low=0, high=LONG)
-    step_s: int = knob(
-        240, "in a step, or step_factor usual ones where that is longer", low=0, high=LONG
-    )
-    step_factor: float = knob(10.0, "see step_s", low=1, high=1e6)
-    evaluate_s: int = knob(1800, "in an evaluation", low=0, high=LONG)
-    save_s: int = knob(1800, "in a save", low=0, high=LONG)
-    end_s: int = knob(1800, "after the last step", low=0, high=LONG)
-    grace_s: int = knob(
-        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
-    )
 
 
 def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
@@ -391,7 +317,10 @@ class Recipe:
         None, "length of the run; or give tokens", unit="steps", low=1, high=MANY
     )
     tokens: Any = knob(
-        None, "length of the run: a number, or chinchilla = 20 per parameter", unit="tokens"
+        None,
+        "length of the run, rounded up to whole steps: a number, or chinchilla = 20 per parameter",
+        unit="tokens",
+        kind="integer or chinchilla",
     )
     stop_after: int | None = knob(
         None, "end after this step without touching the schedule", unit="steps", low=1, high=MANY
@@ -405,19 +334,26 @@ class Recipe:
         " seq_len is cut into equal parts, so batches, their order and the tokens of a pass stay;"
         " null = none",
         unit="tokens",
+        kind="list of [data step, tokens]",
     )
     batch_tokens: Any = knob(
         REQUIRED,
         "tokens per step over all ranks; or a ramp [[step, tokens], ...], the first step 0",
         unit="tokens",
+        kind="integer, or list of [step, tokens]",
     )
     micro_batch: int = knob(
         1, "sequences per rank and forward pass", unit="sequences", low=1, high=2**20
     )
     precision: str = knob("bf16", "bf16 = bf16 weights, fp32 master", choices=("bf16", "fp32"))
-    zero: Any = knob(1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/")
+    zero: Any = knob(
+        1, "ZeRO stage 1, 2, 3, or the name of a file in ds_configs/", kind="integer or text"
+    )
     warmup: Any = knob(
-        0.01, "linear warm-up: a fraction below 1 of the run, or a number of steps", unit="steps"
+        0.01,
+        "linear warm-up: a fraction below 1 of the run, or a number of steps",
+        unit="steps",
+        kind="number or integer",
     )
     eval_every: int = knob(
         0, "steps between evaluations on held-out documents; 0 = only at the end", low=0, high=MANY
@@ -450,7 +386,9 @@ class Recipe:
         choices=("auto", "fresh"),
     )
     allow: Any = knob(
-        (), "knobs that may differ from the checkpoint although they change the run: [optim.lr]"
+        (),
+        "knobs that may differ from the checkpoint although they change the run: [optim.lr]",
+        kind="list of knob names",
     )
     init_from: str | None = knob(
         None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Standing:
     is_new: bool
     step: int
     changes: list[RecipeChange]
+    notes: list[str] = field(default_factory=list)  # warnings for the start
 
 
 def data_of(recipe: Recipe, folder: Path) -> Data:
@@ -113,7 +114,33 @@ def standing(
     state = newest_state(folder, last_step)
     if state is None:
         return Standing(False, 0, [])
-    return Standing(False, state.step, compare(state, recipe, data_state, past, read(folder)))
+    notes = [line for line in (foreign(folder, recipe, state),) if line]
+    try:
+        changes = compare(state, recipe, data_state, past, read(folder))
+    except UserError as error:
+        raise UserError(*notes, *error.problems) from None
+    return Standing(False, state.step, changes, notes)
+
+
+def foreign(folder: Path, recipe: Recipe, state: RunState) -> str | None:
+    """Return a line about a checkpoint that another run has saved; None: this run has saved it.
+
+    A renamed run, a branch and a replay also go on from a checkpoint with another run's name, but
+    their own record contains it.
+    """
+    name = state.recipe.get("run")
+    saves = {(event.get("segment", 0), event.get("step")) for event in read_events(folder, "saved")}
+    is_recorded = (state.segment, state.step) in saves
+    parents = {line["parent"].get("run") for line in segments(read(folder)) if line["parent"]}
+    linked = {line.get("run") for line in read(folder) if line["kind"] == "linked"}
+    if name in (None, recipe.run) or is_recorded or name in parents | linked:
+        return None
+    return (
+        f"run={recipe.run}: the checkpoint of step {state.step} in {folder / 'checkpoints'} was"
+        f" saved by another run, run={name}. If it was copied here by mistake, move it away; to"
+        f" start from its weights, use init_from=runs/{name}@{state.step}; to continue that run"
+        f" under a new name, use make branch RUN={name} STEP={state.step} TO=..."
+    )
 
 
 def refuse_lost_segments(folder: Path) -> None:
@@ -199,6 +226,12 @@ def compare(
     now = with_data(dataclasses.asdict(recipe), data_state, state.data["corpora"])
     verdict = check_resume(stored, now, recipe.allow)
     problems = [*verdict.problems, *changed_past(state, recipe, past(state.step))]
+    if any(change.treatment == "fixed" for change in verdict.changes):
+        problems.insert(
+            0,
+            f"this run holds another training, with a checkpoint of step {state.step}. To train"
+            " this one beside it, add run=NAME; to replace it, add resume=fresh",
+        )
     if problems:
         raise UserError(*(f"run={recipe.run}: {line}" for line in problems))
     return verdict.changes

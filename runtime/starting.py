@@ -70,8 +70,10 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
         return None, []
     if step:
         return None, [f"init_from={recipe.init_from} is for a run's start; this one goes on"]
-    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream)
-    return origin, [f"weights from {origin.label}; optimizer, schedule and data start anew"]
+    is_first = process.launched_rank() == 0
+    origin = read_origin(recipe, ROOT, decoder_config(recipe), stream, compare=is_first)
+    text = f"weights from {origin.label}; optimizer, schedule and data start anew"
+    return origin, ["; ".join([text, *origin.notes])]
 
 
 def evaluation_batches(
@@ -180,6 +182,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {resolved.num_parameters:,} parameters,"
         f" {counted(resolved.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
+        *filter(None, [resolved.rounding]),
         resolved.layout.describe(),
         *describe_places(resolved.layout, run.process.local_world),
     ]

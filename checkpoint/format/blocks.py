@@ -32,14 +32,15 @@ KIND_OF_ERROR = {errno.ENOENT: "missing", errno.ELOOP: "unsafe", errno.ENXIO: "u
 
 
 class Problem(str):
-    """One line that describes damage, with its kind."""
+    """One line that describes damage, with its kind and the name of the file, where it is known."""
 
     kind: str
+    file: str
 
-    def __new__(cls, text: str, kind: str = "malformed") -> Problem:
+    def __new__(cls, text: str, kind: str = "malformed", file: str = "") -> Problem:
         """`kind` is one of KINDS."""
         problem = super().__new__(cls, text)
-        problem.kind = kind
+        problem.kind, problem.file = kind, file
         return problem
 
 

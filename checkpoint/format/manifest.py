@@ -193,6 +193,17 @@ def folder_with_checkpoints(name: str) -> Path | None:
     return None
 
 
+def run_with_checkpoints(name: str, otherwise: str = "") -> Path:
+    """Find a folder with checkpoints by its path or its name under runs/. Raises UserError;
+    `otherwise` adds what else the name could be.
+    """
+    folder = folder_with_checkpoints(name)
+    if folder is None:
+        neither = f", {otherwise}" if otherwise else ""
+        raise UserError(f"RUN={name}: no run with checkpoints here or under runs/{neither}")
+    return folder
+
+
 def committed(checkpoints: Path, lineage: Lineage | None = None) -> list[tuple[int, Path]]:
     """List [(step, folder)], in numeric order, of all checkpoints that were committed and belong to
     the run's current lineage, or to `lineage`. Raises UserError where the history is damaged.

@@ -23,6 +23,7 @@ from checkpoint.format.blocks import (
     BLOCK_BYTES,
     WINDOW_BYTES,
     Damaged,
+    Problem,
     check_size,
     digest,
     opened,
@@ -178,7 +179,7 @@ def read(
                 source = _Reader(descriptor, path, index.file_bytes[rank], digests(rank))
                 total += _read_file(source, jobs, range(low, high), fragments)
         except Damaged as damage:
-            problems += damage.problems
+            problems += [Problem(line, line.kind, path.name) for line in damage.problems]
     if problems:
         raise Damaged(*problems)
     return total

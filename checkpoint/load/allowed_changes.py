@@ -59,6 +59,7 @@ FREE = (
     "data.sources.*.build",
     "data.sources.*.max_epochs",
 )
+CORPORA = "identity.corpora."
 ABSENT = "(absent)"
 
 
@@ -72,7 +73,10 @@ class RecipeChange:
     treatment: str  # fixed, deliberate or free
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.stored)} in the checkpoint, {_shown(self.now)} now"
+        name = self.key
+        if name.startswith(CORPORA):  # the corpus behind a knob, which may be where it was
+            name = f"data.sources.{name.removeprefix(CORPORA)}.corpus holds another corpus"
+        return f"{name}: {_shown(self.stored)} in the checkpoint, {_shown(self.now)} now"
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ch
         change = RecipeChange(key, old, new, treatment(key))
         changes.append(change)
         if change.treatment == "fixed":
+            what = "that corpus" if key.startswith(CORPORA) else "the old value"
             problems.append(
-                f"{change}; it is part of what this run is: put the old value back, or start a new"
+                f"{change}; it is part of what this run is: put {what} back, or start a new"
                 " run (run=<name> init_from=<this run>@<step>)"
             )
         elif change.treatment == "deliberate" and not any(_covers(a, key) for a in allowed):

@@ -1,9 +1,10 @@
 """Finds the checkpoints of a run, checks them, and decides from which one to resume.
 
 Rule: rank 0 looks at the folder, and all ranks use its answer. Ranks that looked for themselves
-could see different states of a network file system and load different steps. A damaged checkpoint
-is passed over with a message. If checkpoints exist but none is whole, that is an error, never a
-start from step 0. Units: steps, bytes.
+could see different states of a network file system and load different steps. Where rank 0 finds
+damage, other hosts look as well (rank_views.py). A damaged checkpoint is passed over with a
+message. If checkpoints exist but none is whole, that is an error, never a start from step 0. Units:
+steps, bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from checkpoint.comm import Comm, broadcast
+from checkpoint.comm import Alone, Comm, broadcast
 from checkpoint.format.blocks import Damaged, Problem, check_file, opened
 from checkpoint.format.index_file import (
     data_name,
@@ -34,6 +35,7 @@ from checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
+from checkpoint.load.rank_views import second_look
 
 # Blocks of each file that a sampled check reads, beside the first and the last one.
 SAMPLE_BLOCKS = 6
@@ -122,12 +124,16 @@ def choose(run_folder: Path, comm: Comm, depth: str = "sizes", below: int | None
     collective.
     """
     checkpoints = run_folder / "checkpoints"
-    return _first_looks(
-        comm,
-        lambda: newest_whole(checkpoints, lambda path, _: verify(path, depth), below),
-        checkpoints,
-        "choice of the checkpoint",
-    )
+
+    def look() -> Choice:
+        return newest_whole(checkpoints, lambda path, _: verify(path, depth), below)
+
+    while True:
+        choice = _first_looks(comm, look, checkpoints, "choice of the checkpoint")
+        seen = {folder.name: problems for folder, problems in choice.damaged}
+        mine = seen if comm.rank == 0 else {}
+        if not second_look(comm, mine, lambda name: verify(checkpoints / name, depth), checkpoints):
+            return choice
 
 
 def newest(run_folder: Path, comm: Comm, depth: str = "sizes") -> Choice:
@@ -167,6 +173,16 @@ def newest_whole(
     return Choice(None, damaged)
 
 
+def find_checkpoint(run_folder: Path, step: int | None = None) -> Found:
+    """Find the checkpoint of `step`, or the newest one, in a single process. Raises UserError."""
+    if step is not None:
+        return at_step(run_folder, step, Alone())
+    found = newest(run_folder, Alone()).found
+    if found is None:
+        raise UserError(f"{run_folder}: this run has no checkpoint yet")
+    return found
+
+
 def set_aside(damaged: Sequence[Path]) -> list[str]:
     """Rename damaged checkpoints, so that their steps can be saved again; return a line about each.
 
@@ -193,17 +209,23 @@ def at_step(run_folder: Path, step: int, comm: Comm, depth: str = "sizes") -> Fo
     """
     checkpoints = run_folder / "checkpoints"
 
-    def look() -> Found:
+    def look() -> tuple[Path, list[Problem], Found | None]:
         steps = dict(committed(checkpoints))
         if step not in steps:
             there = ", ".join(str(one) for one in sorted(steps)) or "none"
             raise UserError(f"step={step}: {run_folder} has no such checkpoint; it has: {there}")
         problems = verify(steps[step], depth)
-        if problems:
-            raise Damaged(*problems)
-        return Found(step, steps[step], read_manifest(steps[step]))
+        found = None if problems else Found(step, steps[step], read_manifest(steps[step]))
+        return steps[step], problems, found
 
-    return _first_looks(comm, look, checkpoints, "checkpoint asked for")
+    while True:
+        folder, problems, found = _first_looks(comm, look, checkpoints, "checkpoint asked for")
+        mine = {folder.name: problems} if problems and comm.rank == 0 else {}
+        if not second_look(comm, mine, lambda name: verify(checkpoints / name, depth), checkpoints):
+            break
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
 def _first_looks(comm: Comm, look: Callable[[], Any], checkpoints: Path, what: str) -> Any:

@@ -7,6 +7,7 @@ from a checkpoint of its own does not use this file: restoring.py loads its weig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from base.errors import Shared, UserError
 from checkpoint.comm import Comm
-from checkpoint.load.weight_rows import Weights, check_fit, check_names, weights_from
+from checkpoint.load.hf_check import check_logits
+from checkpoint.load.hf_folder import FolderWeights
+from checkpoint.load.weight_rows import RunWeights, Weights, check_fit, check_names
 from data.corpus.tokenizer import load_tokenizer
 from recipes.schema import Recipe
 
@@ -31,6 +34,7 @@ class Origin:
 
     weights: Weights
     label: str
+    notes: tuple[str, ...] = ()  # for the start of the run
 
     def draw(
         self, name: str, shape: tuple[int, ...], seed: int, config: Any, rows: slice
@@ -39,9 +43,30 @@ class Origin:
         return self.weights.read_rows(name, rows.start, rows.stop)
 
 
-def read_origin(recipe: Recipe, root: Path, config: DecoderConfig, stream: Stream) -> Origin:
-    """Open the weights that `init_from` names, relative to `root`. Raises UserError where they do
-    not fit the recipe or the corpora of `stream`.
+def weights_from(path: str) -> Weights:
+    """Open a Hugging Face folder, `<run folder>@<step>`, or the newest checkpoint of a run folder.
+
+    Raises UserError with every reason why it cannot be used.
+    """
+    name, _, step = path.rpartition("@") if re.fullmatch(r".+@\d+", path) else (path, "", "")
+    folder = Path(name)
+    if (folder / "checkpoints").is_dir():
+        return RunWeights(folder, int(step) if step else None)
+    if (folder / "config.json").is_file():
+        return FolderWeights(folder)
+    raise UserError(
+        f"init_from={path}: neither a run folder (checkpoints/) nor a Hugging Face folder"
+        " (config.json); give runs/<run>@<step> or the path of a folder"
+    )
+
+
+def read_origin(
+    recipe: Recipe, root: Path, config: DecoderConfig, stream: Stream, compare: bool = True
+) -> Origin:
+    """Open the weights that `init_from` names, relative to `root`.
+
+    Logits are compared with those of Transformers' model unless `compare` is false (one rank is
+    enough). Raises UserError where the weights do not fit the recipe or the corpora of `stream`.
     """
     weights = weights_from(str(root / recipe.init_from))
     own = (root / "runs" / recipe.run).resolve()
@@ -52,19 +77,34 @@ def read_origin(recipe: Recipe, root: Path, config: DecoderConfig, stream: Strea
         )
     check_fit(weights, recipe.model)
     check_names(weights, config)
+    notes: tuple[str, ...] = ()
+    if isinstance(weights, FolderWeights):
+        check_window(weights, recipe.seq_len)
+        if compare:
+            notes = (check_logits(weights, recipe.seq_len),)
     if weights.tokenizer is not None:
         check_tokenizer(root / weights.tokenizer, stream)
-    return Origin(weights, weights.label.removeprefix(f"{root}/"))
+    return Origin(weights, weights.label.removeprefix(f"{root}/"), notes)
+
+
+def check_window(weights: FolderWeights, seq_len: int) -> None:
+    """Raise UserError where sequences are longer than the sliding window of the folder's model."""
+    if weights.window is not None and seq_len > weights.window:
+        raise UserError(
+            f"seq_len={seq_len}: init_from={weights.label} has a sliding window of"
+            f" {weights.window} tokens (sliding_window in config.json), which this decoder does not"
+            f" have; up to seq_len={weights.window} there is no difference"
+        )
 
 
 def check_tokenizer(folder: Path, stream: Stream) -> None:
     """Raise UserError where a corpus was not made with the tokenizer of the weights."""
-    found = load_tokenizer(folder).fingerprint()
+    found = load_tokenizer(folder, needs_end=False)
     for uid, corpus in zip(stream.uids, stream.corpora, strict=True):
-        if corpus.tokenizer_fingerprint not in (None, found):
+        if corpus.tokenizer_fingerprint is not None and not corpus.is_made_with(found):
             raise UserError(
                 f"init_from: the weights were trained with the tokenizer in {folder}"
-                f" ({found[:16]}), data.sources.{uid} was made with another one"
+                f" ({found.fingerprint()[:16]}), data.sources.{uid} was made with another one"
                 f" ({corpus.tokenizer_fingerprint[:16]}); tokenize the text with that tokenizer"
             )
 

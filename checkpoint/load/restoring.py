@@ -11,6 +11,7 @@ Units: bytes, seconds, steps.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from base.errors import UserError
 from checkpoint.comm import Comm, broadcast
-from checkpoint.format.blocks import Damaged
+from checkpoint.format.blocks import Damaged, Problem
 from checkpoint.format.index import Fragment, Index, merge, plan
 from checkpoint.format.index_file import (
     data_name,
@@ -29,9 +30,10 @@ from checkpoint.format.index_file import (
     read_checked,
     read_index,
 )
-from checkpoint.format.manifest import Manifest, none_is_whole
+from checkpoint.format.manifest import FILE_PATTERN, Manifest, none_is_whole
 from checkpoint.format.storage import read
-from checkpoint.load.choosing import Choice, Found, at_step, choose, unnamed
+from checkpoint.load.choosing import Choice, Found, at_step, check_rank, choose, unnamed
+from checkpoint.load.rank_views import same_listing, second_look
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ def load(
     Returns None, and leaves fragments as they are, when no checkpoint was ever committed and no
     `step` is given. Raises UserError on all ranks when that step, or every checkpoint, is damaged,
     or when it belongs to another model or optimizer; the contents of fragments are then undefined.
+    Raises Shared where ranks see different files (rank_views.py).
     """
     began = time.perf_counter()
+    same_listing(comm, run_folder / "checkpoints")
     damaged: list[tuple[Path, list[str]]] = []
     while True:
         if step is None:
@@ -71,7 +75,7 @@ def load(
             if damaged:
                 raise none_is_whole(damaged)
             return None
-        local, count, problems = _attempt(found, fragments, comm)
+        local, count, problems, mine = _attempt(found, fragments, comm)
         if not problems:
             seconds = time.perf_counter() - began
             state = found.manifest.state
@@ -79,6 +83,8 @@ def load(
                 comm, unnamed(found.folder) if comm.rank == 0 else None, "extra files"
             )
             return Loaded(found.step, found.folder, state, local, count, seconds, damaged, extra)
+        if second_look(comm, mine, functools.partial(file_problems, found), found.folder):
+            continue
         if step is not None:
             raise UserError(*problems)
         damaged.append((found.folder, problems))
@@ -88,15 +94,30 @@ def _step_of(folder: Path | None) -> int | None:
     return None if folder is None else int(folder.name.split("-")[1])
 
 
+def file_problems(found: Found, name: str) -> list[Problem]:
+    """Read one file of a checkpoint completely, and return its problems; none when it is whole."""
+    rank = int(FILE_PATTERN.fullmatch(name)[1])
+    files = found.manifest.files
+    try:
+        if name == index_name(rank):
+            read_index(found.folder, rank, files[name])
+        else:
+            check_rank(found.folder, rank, files, "full")
+    except Damaged as damage:
+        return damage.problems
+    return []
+
+
 def _attempt(
     found: Found, fragments: Sequence[Fragment], comm: Comm
-) -> tuple[dict | None, int, list[str]]:
-    """Try to read one checkpoint: (this rank's local state, bytes read, damage found by any rank).
-    Raises UserError on all ranks where it does not fit the fragments.
+) -> tuple[dict | None, int, list[str], dict[str, list[str]]]:
+    """Try to read one checkpoint: (this rank's local state, bytes read, damage found by any rank,
+    problems of this rank by file). Raises UserError on all ranks where it does not fit the
+    fragments.
     """
-    texts, problems = _collect(found, comm)
+    texts, problems, mine = _collect(found, comm)
     if problems:
-        return None, 0, problems
+        return None, 0, problems, mine
     local, count, misfits = None, 0, []
     try:
         names = [index_name(rank) for rank in range(found.manifest.world)]
@@ -107,6 +128,8 @@ def _attempt(
             local = indexes[comm.rank]["local"]
     except Damaged as damage:
         problems = damage.problems
+        # A line without a file: the indexes contradict each other, on all ranks alike.
+        mine = {line.file: [line] for line in problems if line.file}
     except UserError as error:
         misfits = [f"{found.folder.name}: {line}" for line in error.problems]
     except Exception as error:  # not damage, so no older one is tried; the others must learn of it
@@ -117,23 +140,26 @@ def _attempt(
     )
     if misfits:
         raise UserError(*misfits)
-    return local, count, problems
+    return local, count, problems, mine
 
 
-def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str]]:
-    """Read the texts of all indexes. Each file is opened by one rank only and sent to the
-    others.
+def _collect(found: Found, comm: Comm) -> tuple[dict[str, bytes], list[str], dict[str, list[str]]]:
+    """Read the texts of all indexes: (texts, problems of all ranks, problems of this rank by file).
+
+    Each file is opened by one rank only and sent to the others.
     """
-    texts, problems = {}, []
+    texts: dict[str, bytes] = {}
+    mine: dict[str, list[str]] = {}
     for rank in range(comm.rank, found.manifest.world, comm.world):
         name = index_name(rank)
         try:
             texts[name] = read_checked(found.folder / name, *found.manifest.files[name])
         except Damaged as damage:
-            problems += damage.problems
-    outcomes = comm.exchange((texts, problems), "checkpoint indexes")
+            mine[name] = damage.problems
+    outcomes = comm.exchange((texts, mine), "checkpoint indexes")
     merged = {name: text for part, _ in outcomes for name, text in part.items()}
-    return merged, [line for _, lines in outcomes for line in lines]
+    lines = [line for _, found in outcomes for some in found.values() for line in some]
+    return merged, lines, mine
 
 
 @dataclass

@@ -1,14 +1,16 @@
 """Saving: all ranks write, rank 0 decides once, and one rename commits.
 
+    arguments every rank sends what it is about to save; a difference ends the save here
     prepare   rank 0 removes leftovers and makes step-00001200.tmp-<epoch>/
     write     every rank writes and fsyncs its file and index, and computes digests as it writes
+    verify    every rank reads back a sample, or all, of what it wrote
     commit    rank 0 makes the run's record durable, checks that the pieces are complete, writes
               MANIFEST.json, renames the folder
-    verify    every rank reads back a sample of what it wrote; then rank 0 removes old checkpoints
+    prune     rank 0 removes old checkpoints
 
 Rule: after each phase every rank learns the outcome of all others, and a failure of one rank is a
 failure of all: the save is given up with one message, training goes on, older checkpoints stay. A
-folder under its final name is complete and durable at every moment, whichever process dies. Before
+folder under its final name is complete, durable and read back, whichever process dies when. Before
 anything becomes final, rank 0 asks its fence; where another attempt of the run has begun, all ranks
 raise Fenced. Units: seconds, bytes, steps.
 """
@@ -80,9 +82,10 @@ def save(
     `state` is JSON of the run (that of rank 0 is written), `local` is JSON of this rank, `fence` is
     rank 0's lease. `sync_record` makes the run's record up to this step durable; rank 0 calls it
     before the commit. `verify` is sampled or full. `again` means that this attempt tried this step
-    before; a folder that it committed then and could not read back is set aside. A failure on any
-    rank is reported, not raised. Raises Fenced on all ranks where another attempt of the run has
-    begun, and RuntimeError where the ranks lose each other, so that none waits for ever.
+    before; a folder that it renamed then without being able to make the name durable is set aside.
+    A failure on any rank is reported, not raised. Raises Fenced on all ranks where another attempt
+    of the run has begun, and RuntimeError where the ranks lose each other, so that none waits for
+    ever.
     """
     began = time.perf_counter()
     fence = fence or Open()
@@ -91,6 +94,8 @@ def save(
     phase = _Phases(comm, point)
     problem, total, removed, notes, temporary = None, 0, (), (), None
     try:
+        asked = _arguments(run_folder, step, state, verify, again)
+        _refuse_difference(phase("arguments", lambda: asked))
         temporary = phase(
             "prepare", lambda: _prepare(checkpoints, final, fence, again, point), only=0
         )[0]
@@ -105,8 +110,8 @@ def save(
             sync_record()
             return _commit(temporary, final, made, fence, point)
 
+        phase("verify", lambda: check_rank(temporary, comm.rank, files, verify))
         notes = phase("commit", commit, only=0)[0]
-        phase("verify", lambda: check_rank(final, comm.rank, files, verify))
         removed, more = phase(
             "prune", lambda: _prune(checkpoints, keep, step, fence, point), only=0
         )[0]
@@ -119,6 +124,33 @@ def save(
     return SaveReport(
         step, final, problem is None, problem, total, seconds, seconds, tuple(removed), tuple(notes)
     )
+
+
+def _arguments(
+    run_folder: Path, step: int, state: dict[str, Any], verify: str, again: bool
+) -> dict[str, Any]:
+    """Return the arguments of a save that must be the same on all ranks, for comparison."""
+    counts = ("tokens", "optimizer_step", "seed", "recipe_hash")
+    return {
+        "run folder": str(run_folder),
+        "step": step,
+        "segment": segment_of(state),
+        **{name: state.get(name) for name in counts},
+        "verify": verify,
+        "again": again,
+    }
+
+
+def _refuse_difference(arguments: Sequence[dict[str, Any]]) -> None:
+    """Raise SaveFailed, the same on all ranks, where a rank's arguments differ from rank 0's."""
+    for rank, mine in enumerate(arguments):
+        differing = [name for name, value in arguments[0].items() if mine[name] != value]
+        if differing:
+            pairs = [f"{name} {mine[name]} and {arguments[0][name]}" for name in differing]
+            raise SaveFailed(
+                f"arguments: rank {rank} and rank 0 are about to save different things:"
+                f" {'; '.join(pairs)}; nothing was written"
+            )
 
 
 class _Phases:

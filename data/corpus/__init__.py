@@ -9,6 +9,7 @@ corpus_writer.py    documents of text into a corpus folder, for the built-in cor
 documents.py        rules for text: encoding, line ends, blank documents
 tokenizer.py        trains, opens, identifies and saves tokenizers
 build.py            builds a built-in corpus once, under a lock
+build_lock.py       one process builds, the others wait and know for whom
 build_report.py     the report at the end of a build and of `make corpus-info`
 sotu.py             the default corpus: addresses of US presidents
 stdlib.py           source code of the Python standard library, for mixtures

@@ -5,15 +5,14 @@
     no folder --lock--> remove old temporary folders --> build .name.tmp-* --fsync, rename--> corpus
 
 Rule: a corpus folder appears complete or not at all. Everything is written into a temporary folder
-beside it and renamed. A lock file lets one process build while others wait for its result. The lock
-belongs to an open file, so a killed build releases it, and the next build removes what it left.
+beside it and renamed. A lock (build_lock.py) lets one process build while others wait for its
+result. A killed build releases it, and the next build removes the folder that was left.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import os
 import shutil
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from base.durable import sync_folder
 from base.errors import UserError
 from data.corpus import sotu, stdlib, synthetic
+from data.corpus.build_lock import SILENT_S, locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from recipes.schema import Source
 
@@ -67,7 +67,7 @@ def ensure(source: Source, root: Path) -> Path:
 
 def build(name: str, folder: Path) -> None:
     """Build a built-in corpus into `folder`, unless another process has built it meanwhile."""
-    progress = Progress(f"corpus {name}")
+    progress = ProgressLine(f"corpus {name}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         open(folder.parent / f".{folder.name}.lock", "a").close()
@@ -76,7 +76,12 @@ def build(name: str, folder: Path) -> None:
             f"{folder}: the corpus is not there and cannot be built: {error.filename}:"
             f" {error.strerror}"
         ) from None
-    with locked(folder.parent / f".{folder.name}.lock", progress):
+    with locked(folder.parent / f".{folder.name}.lock", progress, SILENT_S) as give_sign:
+
+        def report(text: str) -> None:
+            give_sign()
+            progress(text)
+
         if (folder / MANIFEST).is_file():
             return
         if folder.is_dir() and any(folder.iterdir()):
@@ -87,7 +92,7 @@ def build(name: str, folder: Path) -> None:
             shutil.rmtree(stale)
         temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
         try:
-            manifest = BUILDERS[name](temporary, progress)
+            manifest = BUILDERS[name](temporary, report)
             for inner in (path for path in temporary.iterdir() if path.is_dir()):
                 sync_folder(inner)
             os.replace(temporary, folder)
@@ -103,7 +108,7 @@ def build(name: str, folder: Path) -> None:
     )
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr: redrawn on a terminal, at most one every five seconds elsewhere."""
 
     def __init__(self, title: str):
@@ -140,20 +145,6 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"OUT={out}: {error.filename}: {error.strerror or error}") from None
-
-
-@contextmanager
-def locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock; log once where another process holds it. The file stays: removing it
-    would race.
-    """
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"another process is building it; waiting (its lock is {path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,10 +26,12 @@ import numpy as np
 
 from base.durable import sync_folder
 from base.errors import UserError
+from base.values import first_of
 from data.corpus.block_hashes import side_file_bytes
 from data.corpus.indexed import Shard, check_shard
 from data.corpus.shard_writer import PublishedFile, file_hash
 from data.corpus.shards import Split
+from data.corpus.tokenizer import TextTokenizer
 
 FORMAT = "corpus-1"
 MANIFEST = "manifest.json"
@@ -87,6 +89,11 @@ class Corpus:
         tokenizer = self.manifest["tokenizer"]
         return tokenizer["fingerprint"] if tokenizer else None
 
+    def is_made_with(self, tokenizer: TextTokenizer) -> bool:
+        """True where a tokenizer made the corpus, whichever end token was chosen for it."""
+        recorded = self.tokenizer_fingerprint
+        return recorded is not None and tokenizer.is_recorded_as(recorded)
+
     @property
     def notes(self) -> list[str]:
         """Oddities of its files that were tolerated."""
@@ -119,10 +126,7 @@ def open_corpus(folder: Path, vocab_size: int | None = None) -> Corpus:
                 problems += error.problems
         splits[name] = Split(shards)
     if problems:
-        more = len(problems) - MAX_PROBLEMS
-        raise UserError(
-            *problems[:MAX_PROBLEMS], *([f"... and {more} more problems"] if more > 0 else [])
-        )
+        raise UserError(*first_of(problems, MAX_PROBLEMS, "problems"))
     return Corpus(folder, manifest, splits)
 
 

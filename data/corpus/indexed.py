@@ -26,6 +26,7 @@ from base.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+FAIRSEQ_HEADER_BYTES = HEADER.size - 8  # the same magic, without the number of documents
 MAX_SEQUENCE_ITEMS = 1 << 30  # a length is an int32; a longer document becomes several sequences
 CHUNK = 1 << 20  # items of the index that are checked at once
 
@@ -146,6 +147,11 @@ def _read_header(idx: Path) -> tuple[int, int, int]:
         )
     if version != 1:
         raise UserError(f"{idx}: expected version 1, found {version}")
+    if size == FAIRSEQ_HEADER_BYTES + 12 * num_sequences:
+        raise UserError(
+            f"{idx}: is an index of fairseq, which has no documents; write the data with Megatron's"
+            " tools, or its ids as a flat array"
+        )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     if num_entries < 1 or size not in (
         expected,

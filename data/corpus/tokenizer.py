@@ -36,11 +36,14 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class TextTokenizer:
-    """A tokenizer with a known end token, made by `train_bpe`, `byte_tokenizer` or
+    """A tokenizer and the token that ends a document, made by `train_bpe`, `byte_tokenizer` or
     `load_tokenizer`.
+
+    The end token is a choice of the corpus and no part of the tokenizer's identity. eod_token: None
+    only where the tokenizer is identified and encodes no corpus.
     """
 
-    def __init__(self, definition: str, config: dict, eod_token: str):
+    def __init__(self, definition: str, config: dict, eod_token: str | None):
         self.definition, self.config, self.eod_token = definition, config, eod_token
         self._tokenizer = Tokenizer.from_str(definition)
         # A stored truncation would cut each document in silence.
@@ -48,7 +51,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eod_id = self._id_of(eod_token)
+        self.eod_id = None if eod_token is None else self._id_of(eod_token)
         bos_token = _token_text(config.get("bos_token"))
         self.bos_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
         added = self._tokenizer.get_added_tokens_decoder()
@@ -60,8 +63,9 @@ class TextTokenizer:
         unknown = parsed["model"].get("unk_token")
         self.unk_id = self._tokenizer.token_to_id(unknown) if unknown else None
         # Ids that no text may have. Text may have the unknown token, unless that is the end token.
-        self.special_ids = {i for i, t in added.items() if t.special} | {self.eod_id}
-        self.special_ids -= {self.unk_id} - {self.eod_id}
+        ends = {self.eod_id} - {None}
+        self.special_ids = {i for i, t in added.items() if t.special} | ends
+        self.special_ids -= {self.unk_id} - ends
         self.normalizer = parsed.get("normalizer")
         self.encode([PROBE])  # raises where some text has no id, and there is no unknown token
 
@@ -83,17 +87,34 @@ class TextTokenizer:
         The library's version is recorded beside it, not in it: an upgrade that changes no id must
         not refuse a corpus.
         """
+        return hashlib.sha256(self._identity()).hexdigest()
+
+    def is_recorded_as(self, fingerprint: str) -> bool:
+        """True where a fingerprint, or its first digits, is this tokenizer's.
+
+        Fingerprints of older corpora include the end id that the corpus chose; every id is tried.
+        """
+        if self.fingerprint().startswith(fingerprint):
+            return True
+        start = hashlib.sha256(self._identity().removesuffix(b"]"))
+        for eod_id in range(self.vocab_size):
+            whole = start.copy()
+            whole.update(b",%d]" % eod_id)
+            if whole.hexdigest().startswith(fingerprint):
+                return True
+        return False
+
+    def _identity(self) -> bytes:
         definition = json.loads(self.definition)
         definition.pop("truncation", None)
         definition.pop("padding", None)
         probe = self.encode([PROBE])[0].tolist()
-        text = json.dumps([definition, probe, self.eod_id], sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps([definition, probe], sort_keys=True, separators=(",", ":")).encode()
 
     def save(self, folder: Path) -> None:
         """Write a folder that `load_tokenizer` and transformers' AutoTokenizer open."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = dict(self.config, eos_token=self.eod_token)
+        config = dict(self.config, eos_token=self.eod_token) if self.eod_token else self.config
         text = json.dumps(config, indent=1, sort_keys=True, ensure_ascii=False)
         for name, content in ((TOKENIZER_FILE, self.definition), (CONFIG_FILE, text + "\n")):
             file = PublishedFile(folder / name)
@@ -146,11 +167,13 @@ def byte_tokenizer() -> TextTokenizer:
     return TextTokenizer(tokenizer.to_str(), _new_config(), EOD_TOKEN)
 
 
-def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
+def load_tokenizer(
+    folder: Path, eod_token: str | None = None, needs_end: bool = True
+) -> TextTokenizer:
     """Open a Hugging Face tokenizer folder (`tokenizer.json`).
 
-    eod_token: the end token, by default the eos_token. Raises UserError where the file is missing,
-    or where there is no end token.
+    eod_token: the end token, by default the eos_token. needs_end: False to identify a tokenizer
+    that may have none. Raises UserError where the file is missing, or where there is no end token.
     """
     path = folder / TOKENIZER_FILE
     if not path.is_file():
@@ -159,13 +182,13 @@ def load_tokenizer(folder: Path, eod_token: str | None = None) -> TextTokenizer:
         )
     config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / CONFIG_FILE)
     eod_token = eod_token or _token_text(config.get("eos_token"))
-    if not eod_token:
+    if not eod_token and needs_end:
         raise UserError(
             f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); documents "
             "could not be told apart: name one of its tokens as the end token (eod=...)"
         )
     try:
-        return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token)
+        return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token or None)
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exceptions

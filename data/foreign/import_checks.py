@@ -31,7 +31,13 @@ class ImportSettings:
     )
     eod_id: int | None = field(default=None, metadata={"meaning": "end id; without TOKENIZER"})
     eod: str | None = field(default=None, metadata={"meaning": "end token, if not the eos_token"})
-    dtype: str | None = field(default=None, metadata={"meaning": f"of flat arrays: {TYPES}"})
+    dtype: str | None = field(
+        default=None, metadata={"meaning": f"files without index are flat arrays of {TYPES}"}
+    )
+    unusual: str = field(
+        default="refuse",
+        metadata={"meaning": "accept: take flat arrays whose statistics look wrong"},
+    )
     valid: float = field(default=0.0, metadata={"meaning": "share of documents held out, by hash"})
     valid_in: str | None = field(default=None, metadata={"meaning": "files that are held out"})
     loss: str = field(
@@ -64,6 +70,8 @@ def resolve_ids(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tu
         )
     if settings.loss not in ("keep", "ignore"):
         problems.append(f"loss={settings.loss}: is neither keep nor ignore")
+    if settings.unusual not in ("refuse", "accept"):
+        problems.append(f"unusual={settings.unusual}: is neither refuse nor accept")
     if settings.dtype not in (None, *TYPES):
         problems.append(f"dtype={settings.dtype}: is not one of {', '.join(TYPES)}")
     if sum(map(bool, (settings.valid, settings.valid_in, settings.split))) > 1:

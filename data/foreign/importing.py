@@ -22,11 +22,14 @@ import numpy as np
 
 from base.durable import sync_folder
 from base.errors import UserError
-from data.corpus.build import locked, writing
+from base.values import counted
+from data.corpus.build import writing
+from data.corpus.build_lock import locked
 from data.corpus.corpus import write_manifest
 from data.corpus.indexed import CODES, token_dtype
 from data.corpus.shard_writer import file_hash
 from data.corpus.tokenizer import TextTokenizer
+from data.foreign.flat_arrays import FlatStatistics
 from data.foreign.import_checks import (
     ImportSettings,
     check_loss,
@@ -116,6 +119,7 @@ class _Written:
     shards: dict[str, list[dict]] = field(default_factory=lambda: {"train": []})
     facts: Facts = field(default_factory=Facts)
     inputs: list[dict] = field(default_factory=list)  # a line for each file
+    notes: list[str] = field(default_factory=list)  # for the log
 
     @property
     def num_rewritten(self) -> int:
@@ -160,9 +164,24 @@ def _write_shards(job: _Import, written: _Written) -> None:
                     entry = take(one, job.work / next(names[split]), written.facts, bar.update)
                     written.shards.setdefault(split, []).append(entry)
                 else:
-                    cut = job.settings.split or job.settings.valid
-                    rewrite(one, split, places, cut, job.vocab_size, written.facts, bar.update)
+                    _rewrite(job, one, split, places, written, bar.update)
                 written.inputs.append(_input_line(one, split, is_linked, job.is_quick))
+
+
+def _rewrite(
+    job: _Import, one: Foreign, split: str, places: Places, written: _Written, advance
+) -> None:
+    """Write one file anew; refuse a flat array whose statistics contradict its declaration."""
+    statistics = FlatStatistics(job.vocab_size, job.eod_id) if one.kind == "flat" else None
+    cut = job.settings.split or job.settings.valid
+    rewrite(one, split, places, cut, job.vocab_size, written.facts, advance, statistics)
+    if statistics is None:
+        return
+    written.notes.append(f"{one.path}: flat array of {one.dtype.name}, {statistics.summary()}")
+    problems = statistics.problems(one.path, one.dtype)
+    if problems and job.settings.unusual == "refuse":
+        raise UserError(*problems)
+    written.notes += problems
 
 
 def _input_line(one: Foreign, split: str, is_linked: bool, is_quick: bool) -> dict:
@@ -179,22 +198,24 @@ def _input_line(one: Foreign, split: str, is_linked: bool, is_quick: bool) -> di
 
 def _log_findings(job: _Import, written: _Written, log: Callable[[str], None]) -> None:
     facts = written.facts
+    for note in written.notes:
+        log(note)
     if job.is_quick:
         log(NOT_READ)
     if written.num_rewritten:
         log(
-            f"{written.num_rewritten} of {len(job.files)} files were written anew as"
-            f" {written.dtype.name}, the others linked"
+            f"written anew as {written.dtype.name}, not linked: {written.num_rewritten} of"
+            f" {counted(len(job.files), 'file')}"
         )
     if facts.not_ended:
         log(
-            f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
-            f"{job.eod_id}; where they end is known from the index"
+            f"without the end id {job.eod_id} at their end: {facts.not_ended:,} of"
+            f" {counted(facts.documents, 'document')}; the index shows where they end"
         )
     if written.num_left_out:
         log(
-            f"{written.num_left_out:,} of {facts.documents:,} documents are left out:"
-            f" split={job.settings.split}"
+            f"left out by split={job.settings.split}: {written.num_left_out:,} of"
+            f" {counted(facts.documents, 'document')}"
         )
 
 
@@ -209,7 +230,7 @@ def _manifest_fields(job: _Import, written: _Written) -> dict:
         counts["documents_left_out"] = written.num_left_out
     fields = {
         "name": "imported",
-        "source": f"{len(job.files)} files",
+        "source": counted(len(job.files), "file"),
         "vocab_size": job.vocab_size,
         "dtype": written.dtype.name,
         "eod_id": job.eod_id,

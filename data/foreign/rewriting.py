@@ -16,6 +16,7 @@ import xxhash
 from base.errors import UserError
 from data.corpus.corpus_writer import SHARD_BYTES, hash_limit
 from data.corpus.shard_writer import ShardWriter
+from data.foreign.flat_arrays import FlatStatistics
 from data.foreign.linking import Facts
 from data.foreign.token_files import Foreign
 
@@ -44,11 +45,13 @@ def rewrite(
     vocab_size: int,
     facts: Facts,
     advance,
+    statistics: FlatStatistics | None = None,
 ) -> None:
     """Write the documents of a file into new shards; a shard ends with the chunk that fills it.
 
     cut: shares of its documents in order, such as "969,30,1"; or the share that is held out by
-    hash, where 0.0 leaves all in `split`. Raises UserError for an id beyond the vocabulary.
+    hash, where 0.0 leaves all in `split`. statistics: takes the ids of a flat array. Raises
+    UserError for an id beyond the vocabulary.
     """
     writers: dict[str, ShardWriter] = {}
     sides, own = _sides(one, split, cut), Facts()
@@ -56,10 +59,13 @@ def rewrite(
         own.add(ids, lengths, one.eod_id)
         if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
             found = own.max_id if own.max_id >= vocab_size else own.min_id
+            what = "its true dtype, or " if one.kind == "flat" else ""
             raise UserError(
-                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name the "
+                f"{one.path}: holds the id {found}, expected 0 to {vocab_size - 1}; name {what}the "
                 "tokenizer that made it, or its vocab_size"
             )
+        if statistics:
+            statistics.add(ids)
         for side, mine in sides(ids, lengths):
             if not mine.any():
                 continue

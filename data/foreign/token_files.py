@@ -5,7 +5,8 @@
                                     .ds.loss                    a byte per token, 0 = gives no loss
     OLMo and other flat arrays      *.npy (without header) or *.bin: documents end at the end id
 
-Rule: the size of a file must agree with its index and type; no id is cast.
+Rule: the size of a file must agree with its index and type; no id is cast. A file without an index
+is a flat array only where the user declares it as one (`dtype=`); known headers are refused.
 
 Units: tokens, bytes.
 """
@@ -22,11 +23,11 @@ import numpy as np
 
 from base.errors import UserError
 from data.corpus.indexed import HEADER, IndexView, Shard, check_shard
+from data.foreign.known_formats import refused_format
 from data.text.inputs import numeric
 
 CHUNK_TOKENS = 8 << 20
 CHUNK_DOCUMENTS = 1 << 20
-NPY_MAGIC = b"\x93NUMPY"
 TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "uint64")
 
 
@@ -170,15 +171,13 @@ def _open(path: Path, eod_id: int, dtype: str | None) -> Foreign:
         return Foreign(path, "megatron", shard.dtype, shard.num_tokens, eod_id, shard)
     if path.suffix == ".ds":
         return _open_datatrove(path, eod_id)
-    with open(path, "rb") as file:
-        if file.read(6) == NPY_MAGIC:
-            raise UserError(
-                f"{path}: has a numpy header; write its array without one: np.load(x).tofile(y)"
-            )
+    found = refused_format(path, np.dtype(dtype).itemsize if dtype else 2)
+    if found:
+        raise UserError(f"{path}: {found}")
     if dtype is None:
         raise UserError(
-            f"{path}: has no index, so its type is not known; give it: OVERRIDES=dtype=uint16 "
-            f"(or {', '.join(TYPES)})"
+            f"{path}: has no index and no header of a known format; where it is a flat array of"
+            f" ids, declare it as one: OVERRIDES=dtype=uint16 (or {', '.join(TYPES)})"
         )
     kind, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
     if size % kind.itemsize:

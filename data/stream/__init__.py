@@ -9,6 +9,7 @@ samples.py       reads samples of several sources and checks their ids
 windows.py       windows of ids into inputs, labels, segments, cumulative lengths
 masks.py         targets that masks and damaged blocks take away
 sources.py       opens and checks the corpora of a recipe
+run_checks.py    checks of a whole run before step 1: epochs, updates, targets
 evaluation.py    the evaluation set
 prefetch.py      a background thread that prepares the next steps
 ledger.py        the ledger: samples and batch hash of each step

@@ -8,39 +8,16 @@ Units: tokens, windows of `window_tokens`, epochs (passes over all windows of a 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from base.errors import UserError
-from base.values import counted
 from data.corpus.build import ensure
 from data.corpus.corpus import MANIFEST, Corpus, open_corpus
 from data.corpus.shards import Split
 from data.corpus.tokenizer import load_tokenizer
 from data.stream.mixture import shares_of
-from data.stream.skips import Skips, merged
 from recipes.schema import Data
-
-MANY_EPOCHS = 4  # beyond it repeated text gives little (Muennighoff et al. 2023, arXiv:2305.16264)
-
-
-@dataclass(frozen=True)
-class SourceUse:
-    """The use of one source in a run."""
-
-    uid: str
-    corpus: str
-    corpus_id: str
-    tokens: int  # in its training split
-    windows: int
-    dropped: int  # tokens at its end that fill no window
-    draws: int
-    epochs: float
-    share: float  # of the run's samples
-    stages: tuple[tuple[int, float], ...]  # (first data step, share from there on)
-    max_epochs: float | None
 
 
 def open_sources(data: Data, seq_len: int, root: Path, vocab_size: int) -> dict[str, Corpus]:
@@ -106,57 +83,6 @@ def num_windows(split: Split | None, window_tokens: int, shifts: int = 1) -> int
     return max(0, split.num_tokens - shifts) // window_tokens if split else 0
 
 
-def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
-    """Warnings about repeated sources; raises UserError where one exceeds its max_epochs."""
-    problems, warnings = [], []
-    for use in uses:
-        text = f"{use.epochs:.2f} epochs of {use.corpus} ({use.tokens:,} tokens) in {steps} steps"
-        if use.max_epochs is not None and use.epochs > use.max_epochs:
-            problems.append(
-                f"data.sources.{use.uid}.max_epochs={use.max_epochs}: the run would take {text}; "
-                "train fewer steps, lower its weight, or raise the limit"
-            )
-        elif use.max_epochs is None and use.epochs > MANY_EPOCHS:
-            warnings.append(
-                f"data.sources.{use.uid}: {text}; more than {MANY_EPOCHS} give little, "
-                f"max_epochs={math.ceil(use.epochs)} accepts it"
-            )
-    if problems:
-        raise UserError(*problems)
-    return warnings
-
-
-def check_updates(skips: Skips, steps: int) -> None:
-    """Refuse a skip list that leaves no step of the run to train. Raises UserError."""
-    first, last = skips.data_step(1), skips.data_step(steps)
-    left_out = merged([*skips.advance, *skips.no_update])
-    if any(low <= first and last < high for low, high in left_out):
-        raise UserError(
-            f"data.skip.no_update covers all {steps} steps: nothing would be trained; shorten it,"
-            " or train more steps"
-        )
-
-
-def twins(corpora: Mapping[str, Corpus]) -> list[str]:
-    """Warnings about sources whose corpora differ but hold the same training text.
-
-    A shard in two corpora with equal bytes is trained on twice; that may be meant.
-    """
-    seen, warnings = {}, {}
-    for uid, corpus in corpora.items():
-        for shard in corpus.manifest["splits"]["train"]:
-            key = shard["bin_xxh3"] or (uid, shard["name"]), shard["idx_xxh3"]  # None: not known
-            other = seen.setdefault(key, uid)
-            if other != uid and shard["tokens"]:
-                warnings.setdefault((other, uid), []).append(shard["tokens"])
-    return [
-        f"data.sources.{uid} and data.sources.{other} share {counted(len(tokens), 'equal shard')}"
-        " of"
-        f" {sum(tokens):,} tokens, which count twice; keep one of them, and give it more weight"
-        for (other, uid), tokens in warnings.items()
-    ]
-
-
 def _window_problems(window_tokens: int, seq_len: int) -> list[str]:
     if window_tokens % seq_len == 0:
         return []
@@ -200,24 +126,39 @@ def _same_corpus_problems(corpora: Mapping[str, Corpus]) -> list[str]:
 
 
 def _tokenizer_problems(data: Data, corpora: Mapping[str, Corpus], root: Path) -> list[str]:
+    """Corpora that another tokenizer made than `data.tokenizer`, or than the first corpus's.
+
+    The end token that a corpus chose is no part of its tokenizer (see `different_ends`).
+    """
     problems = []
-    made_with = {uid: corpus.tokenizer_fingerprint for uid, corpus in corpora.items()}
+    recorded = {uid: corpus.tokenizer_fingerprint for uid, corpus in corpora.items()}
     if data.tokenizer:
         try:
-            wanted = load_tokenizer(root / data.tokenizer).fingerprint()
+            wanted = load_tokenizer(root / data.tokenizer, needs_end=False)
         except UserError as error:
             return error.problems
         problems += [
-            f"data.tokenizer={data.tokenizer} has the fingerprint {wanted[:16]}, "
-            f"data.sources.{uid} was made with {str(found)[:16]}; name the tokenizer of the "
-            "corpus, or tokenize the text again"
-            for uid, found in made_with.items()
-            if found != wanted
+            f"data.tokenizer={data.tokenizer} has the fingerprint {wanted.fingerprint()[:16]}, "
+            f"data.sources.{uid} was made with {str(recorded[uid])[:16]}; name the tokenizer of "
+            "the corpus, or tokenize the text again"
+            for uid, corpus in corpora.items()
+            if not corpus.is_made_with(wanted)
         ]
-    if len(set(made_with.values())) > 1:
-        made = ", ".join(f"{uid}: {str(found)[:16]}" for uid, found in made_with.items())
+    if len(set(recorded.values())) > 1 and not _are_made_alike(list(corpora.values())):
+        made = ", ".join(f"{uid}: {str(found)[:16]}" for uid, found in recorded.items())
         problems.append(
             f"data.sources were made with different tokenizers ({made}), so equal ids mean "
             "different text; tokenize them with one"
         )
     return problems
+
+
+def _are_made_alike(corpora: Sequence[Corpus]) -> bool:
+    """True where the tokenizer stored with the first corpus made all of them."""
+    if any(corpus.tokenizer_fingerprint is None for corpus in corpora):
+        return False
+    try:
+        first = load_tokenizer(corpora[0].tokenizer_folder, needs_end=False)
+    except UserError:
+        return False
+    return all(corpus.is_made_with(first) for corpus in corpora)

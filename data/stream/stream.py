@@ -26,22 +26,24 @@ import numpy as np
 from base.errors import UserError
 from data.corpus.corpus import Corpus
 from data.corpus.shards import Split
-from data.stream.evaluation import evaluation_batches, evaluation_set
+from data.stream.evaluation import evaluation_batches, evaluation_set, few_documents
 from data.stream.masks import Masked, masked
 from data.stream.mixture import Stages
 from data.stream.order import ORDER_VERSION, Order
 from data.stream.prefetch import Prefetch
+from data.stream.run_checks import (
+    SourceUse,
+    check_epochs,
+    check_targets,
+    check_updates,
+    different_ends,
+    source_uses,
+    twins,
+)
 from data.stream.samples import Samples
 from data.stream.schedule import Schedule
 from data.stream.skips import Mask, Skips, digest
-from data.stream.sources import (
-    SourceUse,
-    check_epochs,
-    check_updates,
-    num_windows,
-    open_sources,
-    twins,
-)
+from data.stream.sources import num_windows, open_sources
 from data.stream.windows import Batch, Rows, cuts, make_batches, num_targets, own_positions
 from recipes.schema import Data
 
@@ -286,31 +288,7 @@ class Stream:
 
     def usage(self, steps: int) -> list[SourceUse]:
         """The use of each source in a run of that many steps, left-out ranges included."""
-        last = self.skips.data_step(steps)
-        windows = -(-self.sample_range(last)[1] // self._parts)
-        draws = self.mixture.draws_before(windows).tolist()
-        stages = [step for step in self.stage_steps if step <= last]
-        return [
-            SourceUse(
-                uid=uid,
-                corpus=self.data.sources[uid].corpus,
-                corpus_id=self.corpora[number].corpus_id,
-                tokens=self._train.splits[number].num_tokens,
-                windows=int(self.order.num_windows[number]),
-                dropped=self._dropped(number),
-                draws=draws[number],
-                epochs=draws[number] / int(self.order.num_windows[number]),
-                share=draws[number] / windows,
-                stages=tuple((step, self.mixture.share(uid, i)) for i, step in enumerate(stages)),
-                max_epochs=self.data.sources[uid].max_epochs,
-            )
-            for number, uid in enumerate(self.uids)
-        ]
-
-    def _dropped(self, number: int) -> int:
-        """Tokens at the end of a training split that no window takes, not even as a target."""
-        used = int(self.order.num_windows[number]) * self.window_tokens + 1
-        return self._train.splits[number].num_tokens - used
+        return source_uses(self, steps)
 
     def check(self, steps: int, eval_tokens: int = 0) -> list[str]:
         """Warnings for a run of that many steps.
@@ -321,9 +299,25 @@ class Stream:
         if eval_tokens:
             self._evaluation_set(eval_tokens)
         check_updates(self.skips, steps)
+        check_targets(self, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
-        notes += twins(dict(zip(self.uids, self.corpora, strict=True)))
+        if eval_tokens:
+            notes += few_documents(sum(s.num_documents for s in self._valid.splits if s))
+        by_uid = dict(zip(self.uids, self.corpora, strict=True))
+        notes += twins(by_uid) + different_ends(by_uid)
         return notes + check_epochs(self.usage(steps), steps)
+
+    def has_targets(self, step: int) -> bool:
+        """True where a step moves the weights: its batch trains, and some target is left."""
+        data_step = self.skips.data_step(step)
+        if not self.skips.is_update(data_step):
+            return False
+        first, end = self.sample_range(data_step)
+        source, start = self.locate(first, end)
+        lost = cuts(*self._document_starts(first, end), self.data.attend)
+        left_out = self._masked(data_step, source, start, None)
+        taken = 0 if left_out is None else left_out.num_targets(*lost)
+        return (end - first) * self.seq_len > len(lost[0]) + taken
 
     def _part(self, step: int, data_step: int, *place: int) -> _Part:
         """One rank's part of a data step.

@@ -21,6 +21,7 @@ import xxhash
 from base.errors import UserError
 from data.corpus.documents import Document, clean_text
 from data.text.assemble import Done, batches, digest_words
+from data.text.reading import load_json
 from data.text.settings import Settings
 
 
@@ -62,8 +63,8 @@ def read_entries(path: Path, settings: Settings) -> tuple[set[bytes], set[str]]:
             place = f"{path}:{number}"
             try:
                 text = line.removeprefix(b"\xef\xbb\xbf").decode("utf-8").strip()
-                entry = json.loads(text) if text.startswith("{") else {id_field: text}
-            except ValueError as error:
+                entry = load_json(text) if text.startswith("{") else {id_field: text}
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: is neither JSON nor an id: {error}") from None
             if not text:
                 continue
@@ -73,7 +74,7 @@ def read_entries(path: Path, settings: Settings) -> tuple[set[bytes], set[str]]:
                     texts.add(xxhash.xxh3_128_digest(cleaned.encode()))
             elif entry.get(id_field) is not None:
                 value = entry[id_field]
-                ids.add(value if isinstance(value, str) else json.dumps(value))
+                ids.add(value if isinstance(value, str) else json.dumps(value, default=str))
             else:
                 raise UserError(
                     f"{place}: has neither a text in {settings.text!r} nor an id in {id_field!r}"

@@ -1,7 +1,8 @@
 """The input files of a corpus: their order, their kind, and whether they are packed.
 
     path, glob or folder --find--> files in numeric order of their names
-    .jsonl .ndjson .json [.gz .zst] | .parquet | .txt .text [.gz .zst] | a folder made by `datasets`
+    .jsonl .ndjson .json .txt .text .md .markdown .rst, each also with .gz .zst .xz .bz2 | .parquet
+    | a folder made by `datasets`
 
 Rule: the files and their order follow from the input alone, never from the order in which a file
 system lists names. A file of an unknown kind is refused, not passed over.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
+from base.values import first_of
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -27,9 +29,19 @@ KINDS = {
     ".parquet": "parquet",
     ".txt": "text",
     ".text": "text",
+    ".md": "text",
+    ".markdown": "text",
+    ".rst": "text",
 }
+PAGES = (".md", ".markdown", ".rst")
 # First bytes of packed files. A .zst may also begin with a skippable frame, as pzstd writes it.
-PACKED = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+PACKED = {
+    ".gz": rb"\x1f\x8b",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".bz2": rb"BZh[1-9]",
+}
+LFS_POINTER = b"version https://git-lfs."
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # of files
 ORDER_RULE = "inputs in numeric order of their names, rows and lines in file order"
 MOST_SHOWN = 5
@@ -67,6 +79,7 @@ def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
         problems.append(f"IN={text!r}: there is no file; name a file, a folder or a quoted glob")
     if not problems:
         problems += _twice(found)
+        problems += _pages_beside_data(found, parts_of(text)) if kind is None else []
     if problems:
         raise UserError(*_few(problems))
     folders = [path if path.is_dir() and is_dataset(path) else path.parent for path in found]
@@ -169,12 +182,27 @@ def _walk(folder: Path, kind: str | None) -> list[Path]:
             *_few(
                 [
                     f"{text}; name what is to be read by a glob, as in IN='{folder}/*.jsonl'"
-                    f" (known: {' '.join(KINDS)}), or give kind=text"
+                    f" (known: {' '.join(KINDS)}), or give OVERRIDES=kind=text"
                     for text in sorted(strange)
                 ]
             )
         )
     return found
+
+
+def _pages_beside_data(found: list[Path], parts: list[str]) -> list[str]:
+    """Problems of pages beside tables or JSON: nobody means a README.md there as text.
+
+    A page that IN= names itself is meant.
+    """
+    if all(path.is_file() and KINDS.get(_suffixes(path)[0], "text") == "text" for path in found):
+        return []
+    return [
+        f"{path}: is a page beside files of another kind; name what is to be read by a glob, as in"
+        f" IN='{path.parent}/*.jsonl', or name this file in IN as well"
+        for path in found
+        if _suffixes(path)[0] in PAGES and str(path) not in parts
+    ]
 
 
 def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
@@ -196,13 +224,17 @@ def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
         )
     try:
         with open(path, "rb") as file:
-            first = file.read(4)
+            first = file.read(64)
         size, mtime_ns = _size_and_time(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if first.startswith(LFS_POINTER):
+        raise UserError(
+            f"{path}: is a Git LFS pointer, not the file itself; fetch it: git lfs pull"
+        )
     if packed and first and not re.match(PACKED[packed], first):
         raise UserError(
-            f"{path}: is named {packed} but begins with {first!r}; rename it to what it is"
+            f"{path}: is named {packed} but begins with {first[:4]!r}; rename it to what it is"
         )
     if not packed and kind in ("jsonl", "text"):
         for other, magic in PACKED.items():
@@ -239,5 +271,4 @@ def _twice(paths: list[Path]) -> list[str]:
 
 
 def _few(problems: list[str]) -> list[str]:
-    more = len(problems) - MOST_SHOWN
-    return problems[:MOST_SHOWN] + ([f"... and {more} more of this kind"] if more > 0 else [])
+    return first_of(problems, MOST_SHOWN, "of this kind")

@@ -13,14 +13,19 @@ offsets from the start of the (unpacked) file.
 
 from __future__ import annotations
 
+import bz2
+import decimal
 import functools
 import gzip
 import io
 import json
+import lzma
+import shlex
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -35,6 +40,12 @@ BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 30  # a line or document beyond it is a file without line ends, not text
 BATCH_ROWS = 256
 BOM = b"\xef\xbb\xbf"
+UNPACKERS = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+}
+LONG_WINDOW = "requires too much memory"  # the error of zstd's own library, whose limit is 128 MiB
 
 Advance = Callable[[int], None]  # takes the bytes of the input that were read since the last call
 
@@ -110,8 +121,8 @@ def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     with open(file.path, "rb", buffering=BLOCK_BYTES) as raw:
         if not file.packed or not file.bytes:
             yield raw, raw.tell
-        elif file.packed == ".gz":
-            with gzip.GzipFile(fileobj=raw) as plain:
+        elif file.packed in UNPACKERS:
+            with UNPACKERS[file.packed](raw) as plain:
                 yield io.BufferedReader(plain, BLOCK_BYTES), raw.tell
         else:
             stream = pa.PythonFile(raw, mode="r")
@@ -148,7 +159,7 @@ def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[i
 def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
     """(text, id) of one JSON line. Raises BadLine with the reason."""
     try:
-        found = json.loads(line)
+        found = load_json(line)
         if line.count(_quoted(settings.text)) > 1:
             _refuse_repeated(line, settings.text)
     except (ValueError, RecursionError) as error:
@@ -164,6 +175,19 @@ def parse_line(line: str, settings: Settings) -> tuple[str | None, str | None]:
     if not isinstance(text, str):
         raise BadLine("not_text", f"field {settings.text!r} is {_name(text)}, expected text")
     return text, _id(found.get(settings.id)) if settings.id else None
+
+
+def load_json(line: str):
+    """The value of a JSON text, with integers of any length. Raises ValueError, RecursionError.
+
+    Python refuses to convert an integer of more than 4,300 digits; a longer one becomes a Decimal.
+    """
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(line, parse_int=decimal.Decimal)
 
 
 class BadLine(Exception):
@@ -326,11 +350,23 @@ def _damage(file: InputFile) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+        if LONG_WINDOW in str(error):
+            raise UserError(
+                f"{file.path}: is packed with a window of more than 128 MiB, which cannot be read"
+                f" here; pack it again: zstd -d --long=31 -c {shlex.quote(str(file.path))} |"
+                f" zstd -o {shlex.quote(str(_repacked(file.path)))}"
+            ) from None
         raise UserError(
             f"{file.path}: cannot be read to its end: {error}; it is cut or damaged: restore it "
             "from a copy"
         ) from None
+
+
+def _repacked(path: Path) -> Path:
+    """Name for a file that is packed again: x.jsonl.zst -> x.short.jsonl.zst."""
+    stem, *suffixes = path.name.split(".")
+    return path.with_name(".".join([stem, "short", *suffixes]))
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -346,7 +382,7 @@ def _refuse_repeated(decoded: str, name: str) -> None:
             raise ValueError(f"field {name!r} appears more than once in one object")
         return dict(found)
 
-    json.loads(decoded, object_pairs_hook=pairs)
+    json.loads(decoded, object_pairs_hook=pairs, parse_int=decimal.Decimal)
 
 
 @functools.cache
@@ -375,5 +411,5 @@ def _id(value) -> str | None:
 def _name(value) -> str:
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     text = kinds.get(type(value)) or ("nothing" if value is None else "a number")
-    shown = json.dumps(value)
+    shown = json.dumps(value, default=str)
     return f"{text} ({shown[:40]}{'...' if len(shown) > 40 else ''})"

@@ -9,7 +9,7 @@ import traceback
 import warnings
 
 import pytest
-from ranks import ROOT, environment, run_command
+from ranks import PATIENCE, ROOT, environment, run_command
 
 from benchmarks import gpu, report, start, step, syncs
 from benchmarks.gpu import BUDGETS_S, LIMIT_S, Worker
@@ -200,7 +200,7 @@ def test_the_trainer_without_accelerate_is_reported_as_missing():
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * PATIENCE,
         check=True,
     )
     assert json.loads(done.stdout) == {"missing": "accelerate"}
@@ -279,11 +279,12 @@ def worker(body: str) -> Worker:
 
 
 def test_a_check_that_hangs_is_stopped_at_its_limit_and_keeps_its_rows():
-    one = worker(f"print('{ROW % 'true'}'); print('{ROW % 'true'}'); time.sleep(60)")
-    result = one.run("x", limit_s=3.0)
+    one = worker(f"print('{ROW % 'true'}'); print('{ROW % 'true'}'); time.sleep(10**6)")
+    limit_s = 3.0 * PATIENCE
+    result = one.run("x", limit_s=limit_s)
     assert len(result["rows"]) == 2
-    assert "limit of 3 s" in result["error"]
-    assert result["seconds"] < 10
+    assert f"limit of {limit_s:.0f} s" in result["error"]
+    assert result["seconds"] < limit_s + 7 * PATIENCE
     assert not one.is_alive
     assert not gpu.is_good({"x": result})
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, chromium
 from clones import SMALL, background, make_clone
-from ranks import ROOT, run_command
+from ranks import PATIENCE, ROOT, run_command
 
 from model.cost import num_parameters
 from recipes.compose import compose
@@ -60,11 +60,11 @@ def compared(clone) -> Path:
         clone, ["make", "compare", f"PYTHON={sys.executable}", *SWEEP, f"OVERRIDES={small}"]
     )
     second = clone / "runs" / "by.zero-2.r1"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 300 * PATIENCE
     while not second.is_dir() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)  # make and the comparison; the run has its own session
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60 * PATIENCE) != 0
     assert second.is_dir()
     time.sleep(1)
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
@@ -211,7 +211,7 @@ def store(compared, clone, tmp_path_factory):
     )
     browser = None
     try:
-        for _ in range(120):
+        for _ in range(int(120 * PATIENCE)):
             time.sleep(0.5)
             try:
                 page = urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=5)
@@ -225,7 +225,7 @@ def store(compared, clone, tmp_path_factory):
         if browser:
             browser.close()
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=20)
+        server.wait(timeout=20 * PATIENCE)
 
 
 LABELS = [f"zero={zero}" for zero in STAGES]

@@ -12,7 +12,8 @@ from base.paths import ROOT
 from commands import knobs
 from recipes.check import knob_names
 from recipes.faults import Alerts, Health
-from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
+from recipes.output_knobs import Log
+from recipes.schema import Cluster, Data, Model, Optim, Parallel, Recipe, Source, Watch
 
 CODE = (
     "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",
@@ -61,19 +62,45 @@ def test_find_looks_in_names_and_meanings(capsys):
     assert "peak learning rate" in out
     assert "required" in out
     assert knobs.main(["--find", "model.vocab_size"]) == 0
-    assert ">= 2, <= 2^31 - 1 " in capsys.readouterr().out
+    assert "integer; 2 to 2^31 - 1; required\n" in capsys.readouterr().out
     assert "micro_batch" not in out
     assert knobs.main(["--find", "bucket"]) == 0
     assert "ds.zero_optimization.reduce_bucket_size" in capsys.readouterr().out
 
 
 def test_everything_is_listed_once():
-    names = [row[0] for row in knobs.all_rows()]
+    names = [row.name for row in knobs.all_rows()]
     assert len(names) == len(set(names))
-    assert {"model", "run", "data.sources.NAME.weight", "ds.bf16.immediate_grad_update"} <= set(
-        names
-    )
+    assert {"run", "data.sources.NAME.weight", "ds.bf16.immediate_grad_update"} <= set(names)
     assert "ds.gradient_clipping" not in names  # optim.clip owns it
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_lines_are_as_wide_as_the_terminal_and_knobs_stand_in_groups(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert knobs.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= max(width, max(len(row.name) for row in knobs.all_rows()) + 2)
+    headings = [line.partition(":")[0] for line in lines if line and line[0] != " " and ":" in line]
+    assert headings[:2] == ["RUN", "MODEL"]
+    assert {"DATA", "OPTIM", "CHECKPOINT", "DS"} < set(headings)
+    assert len(headings) == len(set(headings))
+    text = " ".join(" ".join(lines).split())
+    assert "(model=NAME takes a file of recipes/model/: llama-125m," in text
+    for row in knobs.all_rows():
+        assert f"  {row.name}\n" in "\n".join(lines) + "\n" or f"  {row.name} " in "\n".join(lines)
+        assert " ".join(row.meaning.split()) in text, row.name
+
+
+def test_types_are_named_as_people_know_them():
+    kinds = {row.name: row.kind for row in knobs.all_rows()}
+    assert kinds["batch_tokens"] == "integer, or list of [step, tokens]"
+    assert kinds["data.skip.advance"] == "list of [first, end]"
+    assert kinds["optim.lr"] == "number"
+    assert kinds["compile"] == "true or false"
+    assert kinds["steps"] == "integer, or null"
+    assert kinds["ds.zero_optimization.reduce_bucket_size"] == "integer"
+    assert not [name for name, kind in kinds.items() if "Any" in kind or "None" in kind]
 
 
 def test_nothing_found_is_said_and_fails(capsys):

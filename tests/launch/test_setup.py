@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from ranks import run_command
+from ranks import PATIENCE, run_command
 
 from launch import setup
 
@@ -64,7 +64,7 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
     def pip(python, *what: str) -> bool:
         installed.append(what)
         is_inside.set()
-        return is_waiting.wait(30)
+        return is_waiting.wait(30 * PATIENCE)
 
     monkeypatch.setattr(setup, "_log", log)
     monkeypatch.setattr(setup, "_pip", pip)
@@ -75,7 +75,7 @@ def test_two_first_calls_at_once_fill_it_one_after_the_other(tmp_path, monkeypat
     statuses = []
     first = threading.Thread(target=lambda: statuses.append(setup.make_venv(folder)))
     first.start()
-    assert is_inside.wait(30)
+    assert is_inside.wait(30 * PATIENCE)
     statuses.append(setup.make_venv(folder))
     first.join()
     assert statuses == [0, 0]

@@ -41,14 +41,14 @@ def past(step):
     return {"data_step": step, "tokens": 512 * step, "mixture": "m", "skips": None}
 
 
-def save_step(folder, step, data, segment=0):
+def save_step(folder, step, data, segment=0, **changes):
     """A checkpoint of one weight."""
     state = RunState(
         step=step,
         tokens=512 * step,
         optimizer_step=step,
         seed=1,
-        recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))),
+        recipe=json.loads(json.dumps(dataclasses.asdict(recipe()))) | changes,
         data=data,
         segment=segment,
         health={"skips_in_a_row": 0, "skipped_steps": 0},
@@ -76,6 +76,31 @@ def damage(run, name):
     for _, folder in committed(run / "checkpoints"):
         path = folder / name
         path.write_bytes(path.read_bytes()[:-3])
+
+
+def test_a_checkpoint_that_another_run_has_saved_is_called_that(run):
+    """Somebody copied it here: with another seed it was "put the old value back", and no more."""
+    save_step(run, 6, DATA | {"past": past(6)}, run="other")
+    stand = stands(run)
+    assert stand.step == 6
+    (line,) = stand.notes
+    assert "the checkpoint of step 6" in line
+    assert "was saved by another run, run=other" in line
+    assert "init_from=runs/other@6" in line
+    assert "make branch RUN=other STEP=6" in line
+    with pytest.raises(UserError, match="seed: 1234 in the checkpoint, 2 now") as caught:
+        stands(run, "seed=2")
+    assert caught.value.problems[0] == line
+
+
+def test_a_renamed_run_and_a_branch_know_the_other_name(run):
+    save_step(run, 6, DATA | {"past": past(6)}, run="old-name")
+    record_event(run, "saved", attempt=1, step=6)
+    assert stands(run).notes == []
+    save_step(run, 8, DATA | {"past": past(8)}, run="parent")
+    assert "run=parent" in stands(run).notes[0]
+    history.append(run, {"kind": "linked", "run": "parent"})
+    assert stands(run).notes == []
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(run):
@@ -148,6 +173,19 @@ def test_shorter_sequences_keep_the_windows_that_the_order_permutes(run):
     with pytest.raises(UserError, match=r"data\.window_tokens: 64 in the checkpoint, 32 now"):
         stands(run, *allowed, window_tokens=32)
     assert stands(run, *allowed, "data.window_tokens=64").step == 4
+
+
+def test_another_training_under_the_name_of_a_run_is_named_first_with_two_ways_out(run):
+    with pytest.raises(UserError) as refused:
+        stands(run, corpora={"synthetic": "other"})
+    assert refused.value.problems[0] == (
+        "run=r: this run holds another training, with a checkpoint of step 4. To train this one"
+        " beside it, add run=NAME; to replace it, add resume=fresh"
+    )
+    assert "identity.corpora.synthetic" in refused.value.problems[1]
+    with pytest.raises(UserError) as refused:  # the same training with another rate
+        stands(run, "optim.lr=1e-4")
+    assert not any("another training" in line for line in refused.value.problems)
 
 
 def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):

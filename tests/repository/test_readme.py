@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from clones import background, make_clone
-from ranks import ROOT, run_command
+from ranks import PATIENCE, ROOT, run_command
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.partition(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
@@ -61,7 +61,7 @@ def test_tensorboard_serves_the_runs(clone):
     command = ["make", "tensorboard", f"PYTHON={sys.executable}", f"PORT={port}"]
     server = background(clone, command)
     try:
-        for _ in range(120):
+        for _ in range(int(120 * PATIENCE)):
             time.sleep(0.5)
             try:
                 page = urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).read()
@@ -71,4 +71,4 @@ def test_tensorboard_serves_the_runs(clone):
         assert b"TensorBoard" in page
     finally:
         subprocess.run(["kill", "-s", "TERM", "--", f"-{server.pid}"], check=False)
-        server.wait(timeout=20)
+        server.wait(timeout=20 * PATIENCE)

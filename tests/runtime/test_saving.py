@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rank_threads import ThreadRank, Threads, run_threads
+from ranks import PATIENCE
 from saves_on_threads import steps, tensors
 from small_fragments import cut_flat
 
@@ -28,7 +29,7 @@ from runtime.saving import Saver
 
 WORLD = 3
 LAST = 1000
-LONG = 60.0
+LONG = 60.0 * PATIENCE
 HEALTH = {"skips_in_a_row": 0, "skipped_steps": 0}
 ASYNC = ["checkpoint.mode=async", "checkpoint.interval=1"]
 

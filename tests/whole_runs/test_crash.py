@@ -28,7 +28,7 @@ def test_kills_at_moments_of_a_save_leave_a_run_that_ends_as_if_nothing_had_happ
     check_end(tmp_path / f"probe-{mode}-{step}", None)
     names = {case.name for case in found}
     assert {"os.open", "os.write", "os.fsync", "os.rename", "os.mkdir", "os.unlink"} <= names
-    phases = ("prepare", "write", "commit", "verify", "prune")
+    phases = ("arguments", "prepare", "write", "verify", "commit", "prune")
     assert {f"exchange {phase}" for phase in phases} | {"commit", "rename old"} <= names
     assert {case.rank for case in found} == {0, 1, 2}
     assert len(found) > 150

@@ -7,7 +7,7 @@ import sys
 import time
 
 from digests import digest
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from text_inputs import GOOD, build, json_lines, write_files
 
 # Every call that makes something durable is a place where the build is killed before it.
@@ -70,7 +70,7 @@ def test_a_build_killed_at_any_point_resumes_to_identical_bytes(tmp_path):
     source = write_files(tmp_path / "in", {"a.jsonl": text})
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT
+        command, capture_output=True, text=True, timeout=280 * PATIENCE, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 30
@@ -95,7 +95,7 @@ def test_workers_of_a_killed_build_end_and_the_next_one_uses_what_they_finished(
         [*command, str(tmp_path / "c")], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
     work = tmp_path / ".c.work" / "units"
-    end = time.monotonic() + 150
+    end = time.monotonic() + 150 * PATIENCE
     while sum(not p.name.endswith(".tmp") for p in (work.iterdir() if work.is_dir() else ())) < 5:
         assert time.monotonic() < end, "no unit was finished in time"
         time.sleep(0.005)
@@ -103,7 +103,7 @@ def test_workers_of_a_killed_build_end_and_the_next_one_uses_what_they_finished(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=30 * PATIENCE)
     while any(os.path.exists(f"/proc/{pid}") and is_running(pid) for pid in children):
         assert time.monotonic() < end, "workers outlive their parent"
         time.sleep(0.02)
@@ -113,7 +113,7 @@ def test_workers_of_a_killed_build_end_and_the_next_one_uses_what_they_finished(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=150 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -269,7 +269,7 @@ def test_two_runs_of_one_name_in_the_same_second_do_not_mix(clone):
         time.sleep(0.05)
     for twin in twins:
         twin.terminate()  # the one that is left saves and ends
-    outputs = [twin.communicate(timeout=120)[0] for twin in twins]
+    outputs = [twin.communicate(timeout=120 * PATIENCE)[0] for twin in twins]
     assert sorted(twin.returncode for twin in twins) == [REQUEUE, REFUSED], outputs
     steps = [line["step"] for line in read_metrics(lines)]
     assert steps == list(range(1, len(steps) + 1))
@@ -299,7 +299,7 @@ def test_srun_variables_are_understood(clone):
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=120 * PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == [FINISHED, FINISHED], outputs
     layout = json.loads((clone / "runs" / "slurm" / "layout.json").read_text())
     assert layout["data"] == 2
@@ -352,14 +352,14 @@ def test_no_rank_outlives_a_killed_launcher(clone):
     command += ["run=orphans", "steps=100000", "eval_tokens=0"]
     launcher = background(clone, command)
     metrics = clone / "runs" / "orphans" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120 * PATIENCE
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     ranks = children(launcher.pid)
     assert len(ranks) == 2
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * PATIENCE
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from clones import SMALL, background, make_clone, start
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from run_tensors import tensors_of
 from warm_starts import Warm
 
@@ -112,7 +112,7 @@ def kill_in_training(warm: Warm, run: str, nproc: int, words: list[str], after_l
     metrics = warm.clone / "runs" / run / "metrics.jsonl"
     before = len(lines_of(metrics.parent)) if metrics.exists() else 0
     warm.begin(*SMALL, f"run={run}", *SHORT, *words, nproc=nproc)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120 * PATIENCE
     while time.monotonic() < deadline and not warm.is_over():
         written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if written >= before + after_lines or written >= STEPS - 1:
@@ -326,14 +326,14 @@ def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tm
         words += [f"alerts.command=[{pager}]"]
         command = [sys.executable, "-m", "commands.pretrain", "--nproc", "2", "--", *words]
         process = background(clone, command)
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 200 * PATIENCE
         while time.monotonic() < deadline and process.poll() is None:
             events = mount.parent / "events.jsonl"
             if events.exists() and b"save_again" in events.read_bytes():
                 filler.unlink(missing_ok=True)
                 break
             time.sleep(0.05)
-        process.wait(timeout=200)
+        process.wait(timeout=200 * PATIENCE)
         assert process.returncode == FINISHED
         failed = read_events(mount.parent, "save_failed")
         assert [event["step"] for event in failed[:3]] == [5, 10, 12]

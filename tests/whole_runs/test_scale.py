@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from small_corpora import EOD, random_documents, stream_of, write_corpus
 
 from data.corpus.block_hashes import BLOCK_BYTES
@@ -89,7 +89,7 @@ def probe(root: Path, step: int) -> dict:
         [sys.executable, "-c", PROBE, str(root), str(step)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -191,7 +191,7 @@ def test_two_jobs_read_300_shards_of_a_read_only_folder_with_few_files_open(many
         )
         for _ in range(2)
     ]
-    outputs = [job.communicate(timeout=120) for job in jobs]
+    outputs = [job.communicate(timeout=120 * PATIENCE) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
     assert snapshot(many) == before

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ranks import PATIENCE
+
 # Every text of a page, through the shadow roots that hide it from `innerText`.
 ALL_TEXT = """(() => {
   const seen = [];
@@ -92,7 +94,7 @@ class Browser:
         """Open `address`, wait until every text of `wanted` is shown; returns the page's text."""
         self._ask("Page.navigate", url="about:blank")
         self._ask("Page.navigate", url=address)
-        deadline, text = time.monotonic() + timeout_s, ""
+        deadline, text = time.monotonic() + timeout_s * PATIENCE, ""
         while time.monotonic() < deadline:
             time.sleep(0.5)
             text = self.evaluate(ALL_TEXT) or ""
@@ -118,7 +120,7 @@ class Browser:
     def close(self) -> None:
         """End the browser."""
         self._process.terminate()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=20 * PATIENCE)
         os.close(self._write)
         os.close(self._read)
 

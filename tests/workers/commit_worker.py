@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from ranks import PATIENCE
 from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.comm import RankComm
@@ -18,7 +19,7 @@ from checkpoint.save.commit import save
 def main(out: Path, run: Path) -> None:
     """Write the results to the file `out`."""
     dist.init_process_group("gloo")
-    comm = RankComm(timeout_s=3)
+    comm = RankComm(timeout_s=3 * PATIENCE)
     fragments = cut_flat(full_tensors({"w": (9, 5)}), comm.world)[comm.rank]
     report = save(run, 4, fragments, {}, comm)
     loaded = load(run, blank(fragments), comm)

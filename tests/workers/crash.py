@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import PATIENCE
 from small_fragments import blank, cut_flat, full_tensors
 
 from checkpoint.comm import Alone
@@ -40,7 +41,7 @@ from data.stream.ledger import Ledger, read_ledger
 WORLD, LAST, INTERVAL, BATCH = 3, 6, 2, 8
 SHAPES = {"w": (40, 12), "norm": (12,)}
 KEEP = Keep(newest=1)
-LIMIT_S = 60.0
+LIMIT_S = 60.0 * PATIENCE
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 

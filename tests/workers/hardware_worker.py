@@ -11,13 +11,15 @@ from __future__ import annotations
 import sys
 import time
 
+from ranks import PATIENCE
+
 import pretrain
 from model.decoder import Decoder
 from runtime.engine.engine import Engine
 from runtime.monitor.hardware import HardwareWatch
 from runtime.process import process
 
-WORK_S = 0.3
+WORK_S = 0.3 * PATIENCE  # long beside the noise of a busy machine
 
 
 def main() -> int:

@@ -23,6 +23,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from ranks import PATIENCE
+
 NET = "10.77"
 SSHD = "/usr/sbin/sshd"
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
@@ -53,7 +55,7 @@ def why_not() -> str | None:
 def why_no_ssh() -> str | None:
     """Reason why no ssh connection can be made on this machine; None where it can."""
     if not Path(SSHD).exists() or not shutil.which("ssh"):
-        return "no sshd or ssh on this machine (Debian: openssh-server, openssh-client)"
+        return "no sshd or ssh here; as root: apt-get install openssh-server openssh-client"
     return None
 
 
@@ -180,7 +182,7 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if daemon := self._daemons.pop(number, None):
-            daemon.wait(timeout=10)
+            daemon.wait(timeout=10 * PATIENCE)
 
     def heal(self) -> None:
         """Put all cables back and end all processes of the hosts."""
@@ -202,7 +204,7 @@ class Hosts:
             daemon.send_signal(signal.SIGCONT)  # a host may have been made to stand still
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(timeout=10)
+                daemon.wait(timeout=10 * PATIENCE)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -6,6 +6,8 @@ import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
+from ranks import PATIENCE
+
 
 class Killed(BaseException):
     """Takes the place of SIGKILL: no handler for Exception catches it."""
@@ -41,7 +43,8 @@ class ThreadRank:
             values[self.rank] = value
             shared.changed.notify_all()
             shared.changed.wait_for(
-                lambda: len(values) == self.world or shared.ended - values.keys(), timeout=20
+                lambda: len(values) == self.world or shared.ended - values.keys(),
+                timeout=20 * PATIENCE,
             )
             if len(values) < self.world:
                 raise Gone(what)

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from patience import patience
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Time limits are for a machine with two idle cores; on a busy one: PATIENCE=5 make test.
-PATIENCE = float(os.environ.get("PATIENCE", "1"))
+PATIENCE = patience()  # factor of all time limits
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from rank_threads import Gone, Killed, run_threads
+from ranks import PATIENCE
 from saves_on_threads import load_on_all, steps, tensors
 from small_fragments import cut_flat
 
@@ -21,7 +22,7 @@ from checkpoint.save.background import Background
 from checkpoint.save.commit import save
 
 WORLD = 2
-LONG = 60.0
+LONG = 60.0 * PATIENCE
 
 
 def begin_on_all(

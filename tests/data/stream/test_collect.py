@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from ranks import PATIENCE
 from small_corpora import random_documents, stream_of, write_corpus
 
 from base.errors import UserError
@@ -29,9 +30,9 @@ def collect(streams, data_ranks, data_size, folder, steps=range(1, 8), micro_bat
     def work(rank):
         def gather(own):
             shelf[rank] = own
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=30 * PATIENCE)
             everyone = np.stack(shelf)
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=30 * PATIENCE)
             return everyone
 
         ledger = Ledger(folder) if rank == 0 else None
@@ -51,7 +52,7 @@ def collect(streams, data_ranks, data_size, folder, steps=range(1, 8), micro_bat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=60 * PATIENCE)
     return errors
 
 

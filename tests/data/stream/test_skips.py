@@ -219,6 +219,18 @@ def test_a_batch_without_any_target_is_no_update(tmp_path):
     assert stream.step(7, 0, 1, 8).num_targets > 0
 
 
+def test_masks_that_leave_no_target_in_any_step_are_refused_before_step_1(root):
+    every = entry("prose", (0, 120), (0, None))
+    halves = [entry("prose", (0, 60), (0, None)), entry("prose", (60, 120), (0, 7))]
+    for mask in ([every], halves):
+        stream = stream_of(root, {"prose": 1}, skip=Skip(mask=tuple(mask)))
+        with pytest.raises(UserError, match=r"data.skip.mask leaves no target in any of the 7"):
+            stream.check(7)
+    assert stream.check(8) == stream_of(root, {"prose": 1}).check(8)  # step 8 trains
+    both = stream_of(root, {"prose": 1, "code": 1}, skip=Skip(mask=(every,)))
+    assert not [line for line in both.check(7) if "mask" in line]
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from ranks import PATIENCE
 from small_corpora import (
     EOD,
     counting_document,
@@ -14,12 +15,14 @@ from small_corpora import (
     stream_of,
     write_corpus,
 )
+from word_tokenizers import word_tokenizer
 
 from base.errors import UserError
 from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.corpus_writer import write_text_corpus
 from data.corpus.documents import Document
-from data.corpus.tokenizer import byte_tokenizer, train_bpe
+from data.corpus.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from data.stream.evaluation import few_documents
 from data.stream.ledger import batch_hash, in_batch_order
 from data.stream.order import order_seed, splitmix64
 from data.stream.windows import IGNORED, own_positions
@@ -271,6 +274,15 @@ def test_five_samples_on_two_ranks_give_the_same_number_of_batches(tmp_path):
     assert has_targets == [[[True, True], [True, False]], [[True, True], [False, False]]]
 
 
+def test_a_held_out_part_of_a_few_documents_is_warned_of_where_it_is_evaluated(root):
+    assert few_documents(1)[0].startswith("only 1 document is held out for validation: its loss")
+    prose, both = stream_of(root, {"prose": 1}), stream_of(root, {"prose": 1, "code": 1})
+    assert prose.check(1) == []
+    (warning,) = prose.check(1, 10**5)
+    assert warning.startswith("only 12 documents are held out for validation: its loss depends on")
+    assert both.check(1, 10**5) == []  # 24 documents
+
+
 def test_evaluation_without_held_out_text_is_refused_with_the_way_out(tmp_path):
     write_corpus(tmp_path / "c", [counting_document(100)])
     stream = stream_of(tmp_path, {"c": 1})
@@ -393,6 +405,23 @@ def test_another_tokenizer_of_equal_size_is_refused(tmp_path):
         stream_of(tmp_path, {"x": 1, "y": 1})
 
 
+def test_corpora_of_one_tokenizer_with_different_ends_mix_with_a_warning(tmp_path):
+    words = ["[UNK]", "cat", "sat", "mat", "</s>", "<|im_end|>"]
+    folder = word_tokenizer(tmp_path / "tokenizer", words, eos="</s>")
+    for name, end in (("x", "</s>"), ("y", "<|im_end|>")):
+        write_text_corpus(
+            tmp_path / name,
+            [Document("d", f"{name} cat sat mat " * 40)],
+            load_tokenizer(folder, end),
+            fields={"name": name},
+            valid="none",
+        )
+    stream = stream_of(tmp_path, {"x": 1, "y": 1}, tokenizer="tokenizer")
+    (line,) = [line for line in stream.check(1) if "different ids" in line]
+    assert "data.sources end their documents with different ids (x: 4, y: 5)" in line
+    assert not [line for line in stream_of(tmp_path, {"y": 1}).check(1) if "different" in line]
+
+
 def test_all_problems_of_the_sources_are_reported_together(root, tmp_path):
     write_corpus(root / "tiny", [[1, 2]])
     sources = {"prose": 1, "tiny": 1, "absent": 1}
@@ -418,4 +447,4 @@ def test_a_flipped_byte_stops_the_first_step_that_touches_it(tmp_path):
 def test_the_loader_needs_no_torch():
     modules = "data.stream.stream, data.stream.ledger, data.corpus.build"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60 * PATIENCE)

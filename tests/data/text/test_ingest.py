@@ -159,7 +159,9 @@ def test_a_file_of_texts_or_ids_says_what_is_held_out(tmp_path):
 @pytest.mark.parametrize("num", [1, 3])
 def test_an_empty_part_is_refused_with_the_counts(tmp_path, num):
     source = write_files(tmp_path / "in", {"x.jsonl": json_lines(GOOD[:num])})
-    with pytest.raises(UserError, match=f"of {num} documents, {num} are for training and 0 for"):
+    with pytest.raises(
+        UserError, match=f"{num} for training and 0 for validation, of {num} document"
+    ):
         build(source, tmp_path / "c", "valid=0.0001")
     build(source, tmp_path / "c", "valid=0")
     assert len(texts_of(tmp_path / "c")) == num
@@ -189,9 +191,11 @@ def test_a_failed_build_leaves_no_corpus_and_only_a_changed_file_is_read_again(
     source = write_files(
         tmp_path / "in", {"a.jsonl": json_lines(GOOD[:9]), "b.jsonl": b'{"text": 3}\n'}
     )
+    logged = []
     with pytest.raises(UserError, match=r"b\.jsonl:1: field 'text' is a number"):
-        build(source, tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+        build(source, tmp_path / "c", log=logged.append)
+    assert sorted(os.listdir(tmp_path)) == [".c.work", "in"]
+    assert f"finished work is kept in {tmp_path / '.c.work'}" in logged[-1]
     write_files(source, {"b.jsonl": json_lines(["mended"])})
     read = []
     plain = ingest.build_unit
@@ -209,7 +213,7 @@ def test_a_build_that_finished_nothing_leaves_no_work_folder(tmp_path):
     source = write_files(tmp_path / "in", {"b.jsonl": b'{"text": 3}\n'})
     with pytest.raises(UserError, match="field 'text' is a number"):
         build(source, tmp_path / "c")
-    assert sorted(os.listdir(tmp_path)) == [".c.lock", "in"]
+    assert sorted(os.listdir(tmp_path)) == ["in"]
 
 
 def test_an_out_folder_inside_the_input_is_refused_and_nothing_of_it_is_called_removable(tmp_path):

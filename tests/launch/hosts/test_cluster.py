@@ -7,6 +7,7 @@ does: a bare environment, and one line of text for a shell.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -30,6 +31,7 @@ from launch.hosts.hostfile import Host
 from launch.hosts.judge import Need
 from launch.hosts.preflight import Inspection, StartPlan, preflight
 
+LOST_S = math.ceil(3 * PATIENCE)  # silence of an agent that is busy, not lost
 WORKER = "tests/workers/launch_worker.py"
 HARD = [
     "a b",
@@ -111,7 +113,7 @@ class Launch:
     def __init__(self, out: Path, action: str, ssh: Path | None, *arguments: str, **told):
         out.mkdir(exist_ok=True)
         self.out = out
-        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 60, **told}
+        told = {"via": "ssh", "environment": {}, "runs": None, "lost_s": 20 * LOST_S, **told}
         told |= {
             "out": str(out),
             "action": action,
@@ -318,7 +320,7 @@ def test_a_signal_leaves_no_process_behind_pdsh(tmp_path, ssh):
 
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh on this machine (Debian: pdsh)")
 def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
-    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=3)
+    launch = Launch(tmp_path / "out", "wait", ssh, via="pdsh", lost_s=LOST_S)
     agents = [content["parent"] for content in launch.started()]
     os.kill(agents[1], signal.SIGSTOP)
     try:
@@ -326,7 +328,7 @@ def test_a_host_that_falls_silent_behind_pdsh_is_lost(tmp_path, ssh):
     finally:
         os.kill(agents[1], signal.SIGKILL)
     assert status != 0
-    assert "nothing was heard of it for 3 s" in output
+    assert f"nothing was heard of it for {LOST_S} s" in output
     assert nothing_stays(launch.out)
 
 

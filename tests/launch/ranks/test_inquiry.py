@@ -5,9 +5,10 @@ first.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 
 from launch.hosts.cluster import AgentCluster
 from launch.hosts.hostfile import Host
@@ -22,7 +23,7 @@ from recipes.schema import Watch
 # The names of this machine are two hosts; rank 1 is on the second.
 HOSTS = [Host("localhost", 1), Host("127.0.0.1", 1)]
 # Rank 0, which waits in a step, falls silent by its limit; rank 1, which loads, has none.
-LIMITS = Watch(start_s=60, load_s=0, step_s=1)
+LIMITS = Watch(start_s=round(60 * PATIENCE), load_s=0, step_s=math.ceil(PATIENCE))
 
 
 def live(folder, how: str):
@@ -53,7 +54,7 @@ def test_the_rank_that_stands_still_is_named_though_only_the_others_limit_has_pa
 
 
 def test_a_host_that_does_not_answer_while_all_others_wait_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(inquiry, "ANSWER_S", 4.0)
+    monkeypatch.setattr(inquiry, "ANSWER_S", 4.0)  # below VERDICT_S of the agents
     ends = live(tmp_path / "run", "freeze")
     assert cause_of(ends) == "lost_host"
     first = first_failure(ends)

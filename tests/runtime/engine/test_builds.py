@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
+from ranks import PATIENCE, ROOT
 from torch.utils.file_baton import FileBaton
 
 from base.errors import UserError
@@ -90,7 +90,7 @@ def test_a_live_build_is_waited_for_aloud_and_the_lock_of_a_killed_one_is_taken_
     baton = FileBaton(str(lock))
     mine = threading.Thread(target=builds.acquire, args=(baton, log))
     mine.start()
-    assert waiting.wait(60)
+    assert waiting.wait(60 * PATIENCE)
     assert "pin_memory is being built by another process" in said[0]
     assert str(lock) in said[0]
     assert not builds.remove_abandoned(lock)

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from metric_lines import make_writer, write_step
+from ranks import PATIENCE
 
 from base.errors import UserError
 from base.jsonl import encode
@@ -46,7 +47,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run `code` in another process."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
     )
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, run_command
+from ranks import PATIENCE, ROOT, environment, run_command
 from scripted_cards import HEALTHY, script
 
 from base.exits import DO_NOT_RETRY
@@ -29,7 +29,7 @@ def read(folder: Path, *changes: dict, words=(), script_it=True, **options):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=30 * PATIENCE,
         check=False,
         **options,
     )
@@ -125,7 +125,7 @@ def test_xid_errors_come_from_nvml_and_from_the_kernels_log(tmp_path):
     while len(seen) < 2:
         seen += json.loads(next(lines))["xids"]
     reader.stdin.close()  # who listened has gone
-    assert reader.wait(20) == 0
+    assert reader.wait(20 * PATIENCE) == 0
     assert [(one["index"], one["code"]) for one in seen] == [(1, 79), (None, 154)]
     assert "action changed to Reboot" in seen[1]["ailment"][2]
 

@@ -5,6 +5,7 @@ and all of it in a run.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from scripted_cards import HEALTHY, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel import collectives
-from recipes.schema import Hardware
+from recipes.output_knobs import Hardware
 from record.records import read_events, read_lines, read_metrics
 from runtime.monitor import devices, own_time, readings
 from runtime.monitor.clock import StepClock
@@ -327,7 +328,7 @@ def test_a_reader_that_hangs_is_killed_and_started_anew_with_one_notice(tmp_path
     assert listener.news()["gpus"][0]["temperature_c"] in (60, 61)
     # None of them stays, and hangs on.
     assert len(readers | {last}) > 1
-    assert {reader.wait(10) for reader in readers | {last}} == {-signal.SIGKILL}
+    assert {reader.wait(10 * PATIENCE) for reader in readers | {last}} == {-signal.SIGKILL}
 
 
 # ---- the whole, in a run
@@ -340,7 +341,7 @@ def test_a_run_records_gpus_names_the_slow_rank_and_outlives_a_driver_that_hangs
     extra["PYTHONPATH"] = extra["PYTHONPATH"].replace(str(ROOT), str(clone)) + f":{clone}"
     words = [*SMALL, "zero=3", "steps=16", "eval_every=0", "run=watched"]
     words += ["model.num_hidden_layers=1", "batch_tokens=256"]  # arithmetic is the noisy part
-    words += ["hardware.every_s=0.4", "hardware.timeout_s=1"]
+    words += ["hardware.every_s=0.4", f"hardware.timeout_s={math.ceil(PATIENCE)}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(clone / "tests" / "workers" / "hardware_worker.py"), "1", "1", "1.5", *words]
     done = run_command(command, 120, cwd=clone, **extra)

@@ -1,0 +1,2 @@
+def own_runs_report(names):
+    return []
