@@ -20,7 +20,14 @@ from model.families import export_problem
 from parallel.communication_volume import gathers
 from parallel.layout import Layout, solve
 from recipes.schema import Recipe
-from runtime.ds_config.merge import EngineConfig, ds_problems, engine_config, load_preset
+from runtime.ds_config.key_rules import kernel_problems
+from runtime.ds_config.merge import (
+    EngineConfig,
+    ds_problems,
+    engine_config,
+    file_problems,
+    load_preset,
+)
 from runtime.engine.learning_rate import warmup_steps
 
 # Compute-optimal tokens per parameter (Hoffmann et al. 2022, table A3, about 20 at every size), and
@@ -61,7 +68,10 @@ def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
         layout = attempt(problems, lambda: solve(recipe, world, preset.stage))
     if layout:
         engine = attempt(problems, lambda: json_for(recipe, layout))
+        if engine and recipe.cluster.device == "cpu":
+            problems += kernel_problems(engine.json, "cpu")
     else:
+        problems += [] if preset else file_problems(recipe)
         problems += ds_problems(recipe.ds)
     if problems:
         raise UserError(*problems)
@@ -77,6 +87,7 @@ def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
             *budget_warnings(schedule.tokens_after(total_steps), parameters),
             *layout_warnings(recipe, layout, engine.json),
             *export_warnings(recipe),
+            *engine.notes,
         ],
         rounding=rounding(recipe, schedule, total_steps, parameters),
     )

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from base.errors import UserError
+from base.values import first_of
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.index import WEIGHT, Fragment
 from checkpoint.format.rectangles import Box
@@ -74,15 +75,12 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
             for name in expected.keys() | weights.shapes.keys()
             if expected.get(name) != weights.shapes.get(name)
         )
-        more = len(names) - MOST_NAMES
-        raise UserError(
-            *(
-                f"{name}: {weights.shapes.get(name, 'nothing')} in {weights.label},"
-                f" {expected.get(name, 'nothing')} in the decoder"
-                for name in names[:MOST_NAMES]
-            ),
-            *([f"... and {more} more weights that do not fit"] if more > 0 else []),
-        )
+        problems = [
+            f"{name}: {weights.shapes.get(name, 'nothing')} in {weights.label},"
+            f" {expected.get(name, 'nothing')} in the decoder"
+            for name in names
+        ]
+        raise UserError(*first_of(problems, MOST_NAMES, "weights that do not fit"))
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:

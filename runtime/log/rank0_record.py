@@ -22,6 +22,7 @@ import torch
 
 from base.errors import UserError
 from base.units import GIB
+from base.values import counted
 from checkpoint.format.epochs import Fenced
 from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.save.commit import SaveReport
@@ -216,8 +217,8 @@ class RunRecord:
             "quarantined", step=data.step, data_step=data.data_step, samples=list(data.quarantined)
         )
         self.console.log(
-            f"warning: step {data.step}: {len(data.quarantined)} samples touch a damaged block of"
-            " their corpus and give no loss (data.on_damage=quarantine)"
+            f"warning: step {data.step}: {counted(len(data.quarantined), 'sample')} in a damaged"
+            " block of the corpus: no loss is taken there (data.on_damage=quarantine)"
         )
 
     def bad_step(self, data: Any, was_skipped: bool, judgement: Judgement) -> None:
