@@ -57,6 +57,7 @@ from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
+from runtime.same_recipe import same_recipe
 from runtime.saving import Saver, Unsaved
 from runtime.starting import (
     description,
@@ -123,6 +124,7 @@ def prepare(arguments: list[str]) -> Run | None:
     check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    same_recipe(recipe, resolved.config, ranks)
     if recipe.resume != "fresh":
         same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")

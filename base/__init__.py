@@ -6,6 +6,7 @@ durable.py                 Files and names that a power cut leaves whole or abse
 errors.py                  UserError: what a user can put right
 exits.py                   Exit statuses of the run and of all commands
 jsonl.py                   Lines of JSON with digests: the files of a run that grow
+launcher_variables.py      Environment variables that another launcher left in the shell
 lossy_output.py            Standard output that a closed terminal or a full disk cannot break
 parent_death.py            A signal for this process when its parent dies
 paths.py                   Folders of this checkout
