@@ -143,6 +143,7 @@ def _problems(config: DecoderConfig) -> list[str]:
     if problems:
         return problems  # the rules below divide by these
 
+    # Heads divide the width and each other.
     heads, kv_heads, hidden = (
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -166,6 +167,7 @@ def _problems(config: DecoderConfig) -> list[str]:
             f"head_dim={head_dim!r} is not an even number >= 2 (rotary positions turn pairs); "
             "set head_dim, or other hidden_size and num_attention_heads"
         )
+    # Single values.
     if config.hidden_act not in ACTIVATIONS:
         problems.append(f"hidden_act={config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
     for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
