@@ -189,3 +189,16 @@ def test_ranks_that_die_of_the_signal_before_they_can_hear_it_are_preempted():
     trained = [RankEnd(0, -9, 1.0, was_stopped=True, phase="step", step=7)]
     assert exit_status(trained, signal.SIGTERM) == 143
     assert exit_status(ends, signal.SIGINT) == 130
+
+
+def test_the_clock_of_rank_0_says_when_a_save_is_due_beside_any_request(tmp_path, clock):
+    first, other = training(clock, tmp_path), training(clock)
+    first.send(is_save_due=True)
+    assert (first.answer(), first.is_save_due) == (None, True)
+    first.send()
+    assert (first.answer(), first.is_save_due) == (None, False)
+    first._hear(signal.SIGTERM, None)
+    first.send(is_save_due=True)
+    assert (first.answer().cause, first.is_save_due) == ("preempted", True)
+    other.send(is_save_due=True)
+    assert (other.answer(), other.is_save_due) == (None, False)
