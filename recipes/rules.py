@@ -244,11 +244,11 @@ def _recompute(recompute, compiles) -> str | None:
     return None
 
 
-def _auto_interval(interval, mtbf_hours) -> str | None:
-    if interval == "auto" and mtbf_hours is None:
+def _minutes_are_read(interval, minutes) -> str | None:
+    if interval != "auto" and minutes is not None:
         return (
-            "checkpoint.interval=auto needs to know how often the hardware fails; give"
-            " cluster.mtbf_hours, such as 46000 / number of GPUs, or a number of steps"
+            f"checkpoint.minutes={minutes} has no effect with checkpoint.interval={interval};"
+            " set checkpoint.interval=auto, or remove one of them"
         )
     return None
 
@@ -295,7 +295,7 @@ RULES = (
     (("log.profile", "steps", "stop_after"), _profile),
     (("data.sources", "data.skip.mask"), _masked_sources),
     (("health.tolerant", "health.window"), _tolerance),
-    (("checkpoint.interval", "cluster.mtbf_hours"), _auto_interval),
+    (("checkpoint.interval", "checkpoint.minutes"), _minutes_are_read),
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),
