@@ -110,7 +110,8 @@ def prepare(arguments: list[str]) -> Run | None:
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    warnings = [*composed.warnings, *resolved.warnings, *stream.check(resolved.last_step)]
+    checked = stream.check(resolved.last_step, recipe.eval_tokens)
+    warnings = [*composed.warnings, *resolved.warnings, *checked]
     warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
@@ -202,10 +203,11 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
         steps.start, steps[-1], run.data_rank, layout.data, layout.micro_batch
     ) as batches:
         telemetry.start()
+        run.saver.timer.restart()
         for step in steps:
             # Batch and learning rate: functions of the step.
             telemetry.begin(step)
-            REQUESTS.send()
+            REQUESTS.send(run.saver.timer.is_over())
             with telemetry.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(one, run.process.device) for one in data.micro_batches]
@@ -264,7 +266,8 @@ def decide(run: Run, step: int) -> Decision:
     is_last = step == run.resolved.last_step
     ending = REQUESTS.answer(is_last)
     run.saver.poll()
-    saves = run.saver.is_due(step, ending is not None and ending.saves)
+    is_asked = ending is not None and ending.saves
+    saves = run.saver.is_due(step, is_asked, REQUESTS.is_save_due)
     return Decision(step, saves, ending, is_last)
 
 

@@ -1,4 +1,4 @@
-"""What every process needs: errors, exact values, files that survive a power cut, the command line.
+"""Basics of every process: errors, exact values, durable files, the command line.
 
 command_line.py            Arguments that all commands take, and how they refuse
 cores.py                   CPU cores and open files that this process may use

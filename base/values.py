@@ -11,7 +11,7 @@ import json
 import math
 import numbers
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -101,6 +101,20 @@ def read_ranks(variable: str, text: str) -> int:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 rank`, `2 ranks`; a large number with commas."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """`a, b and 5 more`. Never "and 1 more": one name beyond `most` is as short as its count."""
+    if len(names) <= most + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most:,} more"
+
+
+def first_of(lines: Sequence[str], most: int, noun: str) -> list[str]:
+    """The first `most` lines, then one line that counts the others; one line beyond is shown."""
+    if len(lines) <= most + 1:
+        return list(lines)
+    return [*lines[:most], f"... and {len(lines) - most:,} more {noun}"]
 
 
 def split_arguments(variable: str, text: str) -> list[str]:

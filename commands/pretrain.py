@@ -62,6 +62,7 @@ from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
 from parallel.legal import split_group_problem
+from plan.choose import is_auto, prediction, with_choices
 from recipes.compose import compose_command
 from recipes.composed_file import Composed, composed_text
 from recipes.schema import Recipe
@@ -78,8 +79,6 @@ from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
 from runtime.resolve import resolve
 
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-
 
 def main(arguments: list[str]) -> int:
     """Run `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit status."""
@@ -89,11 +88,12 @@ def main(arguments: list[str]) -> int:
     try:
         place, given = read_place(options), arguments_of(options)
         per_host = ranks_on_each(options, place)
-        composed = compose_command(given, ds_problems, lambda data: corpus_problems(data, ROOT))
+        composed, world = planned(given, planned_world(options))
         if options.check:
-            recipe = composed.recipe
-            check(recipe, planned_world(options) or ranks_of_gpus(recipe) or 1)
+            check(composed.recipe, world)
             return 0
+        for line in prediction(composed.recipe, world):
+            log(line)
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
@@ -376,6 +376,25 @@ def hang_up_with_parent() -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
+def compose_checked(arguments: list[str]) -> Composed:
+    """The composed recipe of a command line. Raises UserError with every problem."""
+    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT))
+
+
+def planned(arguments: list[str], world: int | None) -> tuple[Composed, int]:
+    """(recipe whose `auto` knobs the plan has chosen, ranks of the run).
+
+    Without a number of ranks all GPUs of this machine count. The choice is reported. Raises
+    UserError.
+    """
+    composed = compose_checked([text for text in arguments if not is_auto(text)])
+    ranks = world or ranks_of_gpus(composed.recipe) or 1
+    chosen, lines = with_choices(arguments, ranks, ROOT / "runs")
+    for line in lines:
+        log(line)
+    return compose_checked(chosen) if lines else composed, ranks
+
+
 def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
     """Raise UserError unless the run can start; builds the embedded corpora that it names.
 
@@ -396,7 +415,7 @@ def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB
+    return 2 * recipe.optim.checkpoint_bytes * resolved.num_parameters / GIB
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin
 from checkpoint.load.restoring import load
+from checkpoint.save.interval import risk
 from data.stream.ledger import Ledger
 from data.stream.stream import Stream
 from data.stream.windows import Batch
@@ -205,6 +206,9 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    cluster, wanted = recipe.cluster, recipe.checkpoint
+    at_risk = risk(wanted.interval, wanted.minutes, cluster.mtbf_hours)
+    lines.append(f"a kill loses at most {at_risk}")
     lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]

@@ -33,6 +33,7 @@ from base.cores import allow_open_files, usable
 from base.errors import UserError
 from base.launcher_variables import of_launchers
 from base.paths import ROOT
+from base.values import counted
 from launch.hosts import facts, network
 from launch.ranks.rank_process import rank_variables
 from launch.ranks.ranks import RankListener, start_ranks
@@ -257,8 +258,8 @@ def among(slots: list[int], shown: str | None) -> list[str]:
     names = [name.strip() for name in shown.split(",")]
     if slots[-1] >= len(names):
         raise UserError(
-            f"slot {slots[-1]} (INCLUDE, EXCLUDE) is none of the {len(names)} GPUs that"
-            f" {DEVICES}={shown} shows on {socket.gethostname()}; slots count from 0 among those"
+            f"slot {slots[-1]} (INCLUDE, EXCLUDE) does not exist: {counted(len(names), 'GPU')} in"
+            f" {DEVICES}={shown} on {socket.gethostname()}; slots count from 0 among those"
         )
     return [names[slot] for slot in slots]
 

@@ -187,9 +187,9 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
         count = torch.cuda.device_count()
         if local_world > count:
             raise UserError(
-                f"{local_world} ranks were started on a host that shows {counted(count, 'GPU')};"
-                " start at most"
-                f" {count} on it (NPROC={count}), or set cluster.device=cpu"
+                f"the host shows {counted(count, 'GPU')}, too few for its"
+                f" {counted(local_world, 'rank')}; start at most {count} on it (NPROC={count}), or"
+                " set cluster.device=cpu"
             )
         return torch.device("cuda", local_rank)
     seen = visible_gpus()
