@@ -42,7 +42,7 @@ from recipes.schema import Recipe
 from record import history
 from record.records import read_line
 from record.resuming import compare, read_state
-from record.run_state import start_command
+from record.run_status import start_command
 from runtime.resolve import attempt
 
 ENVIRONMENT = "environment.json"

@@ -31,7 +31,7 @@ from model.cost import num_parameters
 from recipes.compose import compose
 from record import history
 from record.run_folder import hold, refuse_busy
-from record.run_state import start_command
+from record.run_status import start_command
 from runtime.resolve import attempt, length_in_steps
 
 

@@ -1,10 +1,10 @@
-"""record/run_state.py: what the record of a run shows to a person."""
+"""record/run_status.py: what the record of a run shows to a person."""
 
 from __future__ import annotations
 
 import json
 
-from record.run_state import start_command
+from record.run_status import start_command
 
 
 def test_the_command_that_goes_on_carries_the_number_of_ranks(tmp_path):
