@@ -153,3 +153,47 @@ def test_a_user_without_home_and_name_builds_nothing_into_a_folder_called_tilde(
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives without a name
     process.have_home()
     assert os.environ["HOME"] == str(process.CACHE / "home")
+
+
+def report_from_rank(rank: int, code: str) -> str:
+    """What a process prints that is rank `rank` of two, alone on its host."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    text = (
+        f"import sys\nfrom base.errors import Shared\nfrom runtime.process import process\n{code}"
+    )
+    return run_command([sys.executable, "-c", text], 60, **variables).stdout
+
+
+def test_a_shared_problem_that_rank_0_does_not_report_is_printed_by_another_rank():
+    """DeepSpeed refuses rank 1 alone: an empty end with status 93 would hide the reason."""
+    code = "process.SHARED_REPORT_S = 0.2\nprocess.report(Shared('DeepSpeed refuses the JSON: x'))"
+    assert report_from_rank(1, code) == "refused: rank 1: DeepSpeed refuses the JSON: x\n"
+    assert report_from_rank(0, code) == "refused: DeepSpeed refuses the JSON: x\n"
+
+
+def test_a_rank_that_waits_for_others_names_the_variables_that_make_it_wait():
+    code = (
+        "import time\nprocess.FIRST_WAIT_S = 0.1\n"
+        "with process.report_wait(0, 2, 0, 600.0):\n    time.sleep(1)\n"
+        "with process.report_wait(0, 1, 0, 600.0):\n    time.sleep(0.5)\n"
+    )
+    line = report_from_rank(0, code)
+    assert line.startswith("rank 0 waits for the other 1 of 2 ranks, 600 s at most")
+    assert "unset WORLD_SIZE RANK LOCAL_RANK, or make pretrain" in line
+    assert line.count("waits") == 1
+
+
+def test_half_a_description_of_a_rank_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE=2 is set in the environment and RANK is not"):
+        process.check_launcher()
+
+
+def test_what_mpirun_left_does_not_reach_deepspeed(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    process.check_launcher()
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+    assert capsys.readouterr().err.count("OMPI_COMM_WORLD_LOCAL_RANK") == 1
