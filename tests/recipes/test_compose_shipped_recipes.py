@@ -87,14 +87,15 @@ def test_every_config_group_option_composes_and_describes_itself(group):
 
 
 def test_a_wrong_knob_hides_neither_ds_keys_nor_corpora():
-    def at_home(data):
-        return corpus_problems(data, ROOT)
+    def start(*overrides: str) -> None:
+        given = ["recipe=tiny", *overrides]
+        composed = compose_command(given, ds_problems, lambda data: corpus_problems(data, ROOT))
+        pretrain.check(composed.recipe, 1)
 
     corpus = ["data.sources.own.corpus=no/where", "data.sources.own.weight=1"]
     for words, first in ((["steps=0", "ds.typo=1"], "steps=0"), (["micro_batch=3"], "batch_tok")):
         with pytest.raises(UserError) as refusal:
-            composed = compose_command(["recipe=tiny", *words, *corpus], ds_problems, at_home)
-            pretrain.check(composed.recipe, 1)
+            start(*words, *corpus)
         problems = refusal.value.problems
         assert problems[0].startswith(first)
         assert "no/where has no manifest.json" in problems[-1]
