@@ -57,6 +57,7 @@ from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
+from runtime.same_recipe import same_recipe
 from runtime.saving import Saver, Unsaved
 from runtime.starting import (
     description,
@@ -119,7 +120,8 @@ def prepare(arguments: list[str]) -> Run | None:
     data, vocabulary = data_of(recipe, folder), recipe.model.vocab_size
     # Builds the corpus where it is absent: one rank of each host, the others wait for its lock.
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
-    warnings = [*composed.warnings, *resolved.warnings, *stream.check(resolved.last_step)]
+    checked = stream.check(resolved.last_step, recipe.eval_tokens)
+    warnings = [*composed.warnings, *resolved.warnings, *checked]
     warnings += left_behind(recipe, composed.file, folder)
     run_folder.refuse_busy(folder)
     stands = None
@@ -132,6 +134,7 @@ def prepare(arguments: list[str]) -> Run | None:
     check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    same_recipe(recipe, resolved.config, ranks)
     if recipe.resume != "fresh":
         same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")

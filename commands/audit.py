@@ -29,6 +29,7 @@ from base.command_line import Parser, refuse
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import table
+from base.values import counted
 from checkpoint.lineage import lineage, run_folder, segments
 from data.corpus.tokenizer import load_tokenizer
 from data.stream.ledger import batch_hash, read_ledger
@@ -234,7 +235,9 @@ def use(run: Audited) -> list[str]:
         print(f"  segment {number}: steps {own[0]} to {own[-1]}")
     gone = len(run.recorded) - len(lines)
     if gone:
-        print(f"  {gone} more recorded steps are of abandoned segments: no weight comes from them")
+        steps = counted(gone, "more recorded step")
+        are = "belongs" if gone == 1 else "belong"
+        print(f"  {steps} {are} to abandoned segments: no weight comes from them")
     last = lines[-1]["data_step"]
     for low, high in stream.skips.ranges_before(last):
         first, end = stream.sample_range(low)[0], stream.sample_range(high - 1)[1]

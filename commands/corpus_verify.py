@@ -21,7 +21,7 @@ from base.command_line import Parser, refuse
 from base.cores import usable
 from base.errors import UserError
 from base.exits import FAILED
-from base.values import counted
+from base.values import counted, first_of
 from data.corpus.block_hashes import BLOCK_BYTES, read_exactly, side_file_bytes
 from data.corpus.corpus import MANIFEST, open_corpus
 from data.corpus.shard_writer import file_hash
@@ -64,9 +64,7 @@ def verify_corpus(folder: Path, workers: int = 1) -> dict:
     )
     problems += _side_problems(folder, manifest)
     if problems:
-        more = len(problems) - MOST_SHOWN
-        rest = [f"... and {more} more problems"] if more > 0 else []
-        raise UserError(*problems[:MOST_SHOWN], *rest)
+        raise UserError(*first_of(problems, MOST_SHOWN, "problems"))
     return manifest
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from base.errors import UserError
 from base.jsonl import append_line
 from base.paths import ROOT
+from base.values import listed
 from record.records import read_lines
 from record.run_folder import Lock, hold, refuse_unwritable
 
@@ -76,10 +77,10 @@ def refuse_strangers(folder: Path, runs_by_round: dict[int, list[str]]) -> None:
         if number > rounds and (folder.parent / name).exists()
     ]
     if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
         raise UserError(
-            f"NAME={folder.name}: {folder.parent / strangers[0]}{more} is there already, from a"
-            " comparison whose folder is gone; choose another name with NAME=..., or remove it"
+            f"NAME={folder.name}: runs of another comparison, whose folder is gone, have these"
+            f" names: {listed(strangers, 2)} in {folder.parent}; choose another name with NAME=...,"
+            " or remove them"
         )
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from base.errors import UserError
 from recipes.check import LONGEST_NAME, folder_name
-from recipes.compose import compose_command, sweep_values
+from recipes.compose import compose_command
+from recipes.overrides import sweep_values
 from recipes.schema import Recipe
 from runtime.resolve import Resolved
 
@@ -69,6 +70,7 @@ class ComparisonPlan:
     steps: int
     repeats: int
     variants: tuple[Variant, ...]
+    place: tuple[str, ...] = ()  # variables of make that name the hosts, such as HOSTFILE=hosts
 
     def turns(self) -> list[Turn]:
         """All runs, in the order in which they are started."""
@@ -92,7 +94,10 @@ class ComparisonPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for comparison.json."""
-        return {"kind": "sweep", **json.loads(json.dumps(dataclasses.asdict(self)))}
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not self.place:  # as before there was a choice of hosts
+            del values["place"]
+        return {"kind": "sweep", **values}
 
 
 def plan(
@@ -104,10 +109,12 @@ def plan(
     steps: int,
     repeats: int,
     resolve: Any,
+    place: tuple[str, ...] = (),
 ) -> ComparisonPlan:
     """Plan the comparison that a command line asks for.
 
-    `resolve(recipe)` returns the Resolved of a recipe on `ranks` ranks. Raises UserError with every
+    `resolve(recipe)` returns the Resolved of a recipe on `ranks` ranks; `place` names the hosts of
+    the runs. Raises UserError with every
     problem of every variant.
     """
     # Refuse what is wrong with the sweep itself.
@@ -145,7 +152,7 @@ def plan(
             for number, variant in enumerate(variants, start=1)
         ]
     return ComparisonPlan(name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats,
-                tuple(variants))  # fmt: skip
+                tuple(variants), place)  # fmt: skip
 
 
 def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:

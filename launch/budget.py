@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY
+from base.values import counted
 from launch.ranks.outcome import how
 from record.attempts import Attempt, Progress
 
@@ -82,8 +83,8 @@ class Budget:
         self._fruitless = 0 if has_progressed else self._fruitless + 1
         if self._fruitless >= self._attempts:
             return final(
-                f"{self._fruitless} attempts in a row added no step and no checkpoint beyond step"
-                f" {self._best_step[1]} (restart.attempts={self._attempts})"
+                f"{counted(self._fruitless, 'attempt')} in a row added no step and no checkpoint"
+                f" beyond step {self._best_step[1]} (restart.attempts={self._attempts})"
             )
         wait_s = FIRST_WAIT_S * 2 ** (self._fruitless - 1) if self._fruitless else 0.0
         left = self._attempts - self._fruitless

@@ -13,10 +13,10 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
+from base.errors import UserError
 from base.paths import ROOT
 from base.units import GIB
 from base.values import did_you_mean
-from recipes.schema import UserError
 
 PUBLISHED = ROOT / "plan" / "published"
 PEAK_WITHOUT_MEASURE = 0.80  # of the peak, where no matmul was measured (A100 0.87, H100 0.80)
@@ -40,10 +40,6 @@ class Machine:
     calibrated: str = ""  # which sustained rate of `constants` was fitted on it; "" = none
     price_per_hour: float | None = None  # of one GPU
     mtbf_hours: float | None = None  # of one GPU
-    is_measured: bool = (
-        False  # rates were measured in a step on this machine, not read from a sheet
-    )
-    kernel_s: float = 0.0  # host time to start one operation, measured
 
     @property
     def is_newer_than_ampere(self) -> bool:

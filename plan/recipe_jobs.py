@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
+from base.errors import UserError
 from model.cost import head_dim
 from parallel.layout import Layout
 from plan.machine import Machine, known_gpus, machine_of
 from plan.workload import ENGINES, Job, Shape
-from recipes.schema import Model, Recipe, UserError
+from recipes.schema import Model, Recipe
 from runtime.ds_config.merge import EngineConfig
 
 # Where a cluster file names no GPU: the device type and its peak tell which one is meant.
@@ -73,16 +74,12 @@ def machine_for(recipe: Recipe) -> tuple[Machine, list[str]]:
     Raises UserError where neither a GPU of the list nor the fields that replace it are given.
     """
     cluster = recipe.cluster
-    if cluster.calibration is not None:
-        from plan.calibration import calibrated_machine
-
-        return calibrated_machine(cluster.calibration)
     name = cluster.gpu or BY_PEAK.get(cluster.peak_tflops or 0.0)
     if name is None:
         raise UserError(
             "cluster.gpu is not set, so the planner knows neither rates nor memory: choose"
             f" CLUSTER=a100, h100, h200 or b200, set cluster.gpu to one of"
-            f" {', '.join(known_gpus())}, or measure this machine with `make calibrate`"
+            f" {', '.join(known_gpus())}"
         )
     given = {
         field: getattr(cluster, knob)

@@ -1,4 +1,4 @@
-"""Knobs of the health policy and of alerts.
+"""Knobs of what happens when something fails: health, alerts, silence and restarts.
 
 A part of `recipes.schema`, under the same rule: a knob exists here or nowhere. Units: steps, nats,
 seconds.
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.values import MANY, knob
+
+LONG = 10**7  # seconds: four months; every timer accepts it
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,42 @@ class Alerts:
         kind="list of texts",
     )
     timeout_s: int = knob(10, "the command is killed after this", unit="seconds", low=1, high=600)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restarts: the launcher starts failed ranks again from the newest checkpoint."""
+
+    attempts: int = knob(
+        3,
+        "attempts in a row without a newer step that end the run; 0 = never start again",
+        low=0,
+        high=2**20,
+    )
+    wait_s: int = knob(
+        1800, "how long to wait for a lost host where no spare is left", low=0, high=LONG
+    )
+    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
+    host_failures: int = knob(
+        3, "failures within a day that bar a host from the run", low=1, high=2**20
+    )
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Seconds that a rank may be silent before its attempt is ended as hung; 0 = for ever."""
+
+    start_s: int = knob(
+        3600, "from the start of the process, and in its first steps", low=0, high=LONG
+    )
+    load_s: int = knob(3600, "while a checkpoint is loaded", low=0, high=LONG)
+    step_s: int = knob(
+        240, "in a step, or step_factor usual ones where that is longer", low=0, high=LONG
+    )
+    step_factor: float = knob(10.0, "see step_s", low=1, high=1e6)
+    evaluate_s: int = knob(1800, "in an evaluation", low=0, high=LONG)
+    save_s: int = knob(1800, "in a save", low=0, high=LONG)
+    end_s: int = knob(1800, "after the last step", low=0, high=LONG)
+    grace_s: int = knob(
+        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
+    )

@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
-Rule: a knob exists here or nowhere (`recipes.faults` is a part of this file). `recipes.compose`
-checks a composed recipe against these classes and freezes it; `make knobs` prints them; a test
-fails on a knob that no code reads.
+Rule: a knob exists here or nowhere (`faults` and `output_knobs` are parts of this file).
+`recipes.compose` checks a composed recipe against these classes and freezes it; `make knobs` prints
+them; a test fails on a knob that no code reads.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.values import MANY, REQUIRED, WIDE, knob
-from recipes.faults import Alerts, Health
+from recipes.faults import LONG, Alerts, Health, Restart, Watch
+from recipes.output_knobs import Checkpoint, Hardware, Log
 
 # Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
 
-LONG = 10**7  # seconds: four months; every timer accepts it
 
 # Why two well-known settings are refused, wherever they are given.
 STAGE_0 = (
@@ -52,7 +52,35 @@ class Model:
     head_dim: int | None = knob(
         None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
     )
+    hidden_act: str = knob(
+        "silu",
+        "activation of the MLP's gate: silu (SwiGLU), gelu (exact), relu2 (squared ReLU)",
+        choices=("silu", "gelu", "relu2"),
+    )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
+    rope_type: str = knob(
+        "default",
+        "rotary scaling of a model whose context was extended: default (none), linear, llama3",
+        choices=("default", "linear", "llama3"),
+    )
+    rope_factor: float = knob(
+        1.0, "linear, llama3: long wavelengths are stretched by this factor", low=1, high=1e4
+    )
+    rope_low_freq_factor: float = knob(
+        1.0,
+        "llama3: pairs with fewer turns in the original context than this are stretched",
+        above=0,
+        high=1e4,
+    )
+    rope_high_freq_factor: float = knob(
+        4.0,
+        "llama3: pairs with more turns in the original context than this are kept",
+        above=0,
+        high=1e4,
+    )
+    rope_original_max_position_embeddings: int = knob(
+        8192, "llama3: context before it was extended", low=1, high=2**31 - 1, unit="tokens"
+    )
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
     qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2)")
@@ -162,11 +190,17 @@ class Data:
     )
 
 
+# Optimizer -> bytes of fp32 state that it keeps for each parameter, beside the master weight: two
+# moments of AdamW, nothing of SGD. Memory, checkpoints and plans are counted by this table.
+OPTIMIZERS = {"adamw": 8, "sgd": 0}
+MASTER_BYTES = 4  # the fp32 weight of each parameter
+
+
 @dataclass(frozen=True)
 class Optim:
     """The optimizer and the learning rate as a function of the step."""
 
-    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=("adamw", "sgd"))
+    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=tuple(OPTIMIZERS))
     lr: float = knob(REQUIRED, "peak learning rate", low=1e-12, high=1e3)
     final_lr_ratio: float = knob(0.1, "learning rate at the end / peak", low=0, high=1)
     schedule: str = knob(
@@ -188,6 +222,11 @@ class Optim:
         high=1e6,
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0, high=1e12)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint for each parameter: the fp32 weight and the optimizer's state."""
+        return MASTER_BYTES + OPTIMIZERS[self.name]
 
 
 @dataclass(frozen=True)
@@ -243,9 +282,6 @@ class Cluster:
     price_per_hour: float | None = knob(
         None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
     )
-    calibration: str | None = knob(
-        None, "file that `make calibrate` wrote: the planner uses its rates instead"
-    )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(
         60, "silence after which a host counts as lost", unit="seconds", low=8, high=10**6
@@ -293,140 +329,6 @@ class Parallel:
         return self.tensor * self.pipeline * self.context
 
 
-@dataclass(frozen=True)
-class Log:
-    """Output while training."""
-
-    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
-    tensorboard: bool = knob(True, "write event files")
-    wandb: str | None = knob(
-        None, "project name: mirror TensorBoard to Weights & Biases; null = off"
-    )
-    communication: bool = knob(False, "count the bytes of every step's collectives")
-    profile: str | None = knob(
-        None,
-        "A:B records steps A to B-1 with torch's profiler, into runs/<run>/profile/; null = off",
-        unit="steps",
-    )
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When the state of a run is saved, and which checkpoints are kept."""
-
-    interval: Any = knob(
-        "auto",
-        "steps between saves; 0 = only at the end (and at stop_after); auto = by time (minutes), or"
-        " by Young's formula where cluster.mtbf_hours is given",
-        unit="steps",
-        kind="integer or auto",
-    )
-    minutes: float | None = knob(
-        None,
-        "with interval=auto: work that a kill may lose; null = 10, or what Young's formula gives",
-        unit="minutes",
-        above=0,
-        high=1e6,
-    )
-    mode: str = knob(
-        "auto",
-        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
-        " and written while training goes on; sync: training waits until it is on disk; auto ="
-        " async on GPUs",
-        choices=("auto", "sync", "async"),
-    )
-    stuck_s: int = knob(
-        600,
-        "async: a save in flight for longer raises an alarm; training goes on without further saves"
-        " until it ends",
-        unit="seconds",
-        low=1,
-        high=LONG,
-    )
-    on_drift: str = knob(
-        "warn",
-        "ranks whose copies of the same weights differ at a save: warn and save, or stop the run",
-        choices=("warn", "stop"),
-    )
-    keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
-    keep_every: int = knob(
-        0,
-        "checkpoints at multiples of this stay for ever; 0 = none",
-        unit="steps",
-        low=0,
-        high=MANY,
-    )
-    verify: str = knob(
-        "sampled",
-        "how much of a save is read back before older ones go",
-        choices=("sampled", "full"),
-    )
-    at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Readings of the machines while a run trains."""
-
-    every_s: float | None = knob(
-        None,
-        "time between readings of every GPU; 0 = none; null = 10 where the run trains on GPUs, else"
-        " none",
-        unit="seconds",
-        low=0,
-        high=3600,
-    )
-    timeout_s: float = knob(
-        20.0,
-        "a reading that takes longer is given up and its process started anew",
-        unit="seconds",
-        above=0,
-        high=3600,
-    )
-    own_times: bool = knob(
-        True, "time every rank's own work, without its waits, and name a rank that is slow"
-    )
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Restarts: the launcher starts failed ranks again from the newest checkpoint."""
-
-    attempts: int = knob(
-        3,
-        "attempts in a row without a newer step that end the run; 0 = never start again",
-        low=0,
-        high=2**20,
-    )
-    wait_s: int = knob(
-        1800, "how long to wait for a lost host where no spare is left", low=0, high=LONG
-    )
-    shrink: bool = knob(False, "then go on with the hosts that are left; false = stop")
-    host_failures: int = knob(
-        3, "failures within a day that bar a host from the run", low=1, high=2**20
-    )
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Seconds that a rank may be silent before its attempt is ended as hung; 0 = for ever."""
-
-    start_s: int = knob(
-        3600, "from the start of the process, and in its first steps", low=0, high=LONG
-    )
-    load_s: int = knob(3600, "while a checkpoint is loaded", low=0, high=LONG)
-    step_s: int = knob(
-        240, "in a step, or step_factor usual ones where that is longer", low=0, high=LONG
-    )
-    step_factor: float = knob(10.0, "see step_s", low=1, high=1e6)
-    evaluate_s: int = knob(1800, "in an evaluation", low=0, high=LONG)
-    save_s: int = knob(1800, "in a save", low=0, high=LONG)
-    end_s: int = knob(1800, "after the last step", low=0, high=LONG)
-    grace_s: int = knob(
-        300, "from a request to end (Ctrl-C, SIGTERM) until it is killed", low=1, high=LONG
-    )
-
-
 def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
     """(first data step, tokens per step) of each piece of `batch_tokens`.
 
@@ -447,7 +349,7 @@ class Recipe:
     )
     tokens: Any = knob(
         None,
-        "length of the run: a number, or chinchilla = 20 per parameter",
+        "length of the run, rounded up to whole steps: a number, or chinchilla = 20 per parameter",
         unit="tokens",
         kind="integer or chinchilla",
     )

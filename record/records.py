@@ -26,6 +26,7 @@ from typing import Any
 from base.jsonl import append_line, decode, drop_torn_line
 from base.redaction import redacted, secret_values
 from base.tail import newest_lines
+from base.values import counted
 from checkpoint import lineage
 
 TAIL_BYTES = 1 << 17  # more than dozens of lines of metrics
@@ -50,7 +51,7 @@ def repair(path: Path, log: Callable[[str], None] = print) -> bool:
     """Drop the half-written last line of `path` and log that; True if there was one."""
     dropped = drop_torn_line(path)
     if dropped:
-        log(f"{path}: dropped {dropped} bytes of a half-written last line")
+        log(f"{path}: dropped {counted(dropped, 'byte')} of a half-written last line")
     return dropped > 0
 
 

@@ -18,7 +18,7 @@ import datetime
 import json
 import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from base.exits import FINISHED, INTERRUPTED, REQUEUE
+from base.run_variables import LAUNCH
 
 REQUEST = "stop.request"
 BETWEEN_ATTEMPTS = "asked between two attempts"  # reason of an end in which no rank took part
@@ -101,6 +102,8 @@ class Requests:
             self._group = dist.new_group(backend="gloo", timeout=limit)
             self._flag = torch.zeros((), dtype=torch.int32)
         self._is_training = True
+        if LAUNCH not in os.environ and dist.get_rank() == 0:
+            acknowledge()
 
     def send(self, is_save_due: bool = False) -> None:
         """Send this rank's flag to the others, before a step; returns at once.
@@ -156,10 +159,37 @@ class Requests:
                 os._exit(ENDINGS[code].status)
             if not self._is_training:
                 raise AskedEarly(ENDINGS[code])
-            if number == signal.SIGINT and sys.stderr.isatty():
-                os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
         elif number == signal.SIGINT or now - self._heard_at > AGAIN_S:
             os._exit(128 + number)
+
+
+def acknowledge() -> None:
+    """Print a line for each first signal at once, also while the main thread is inside C code.
+
+    Python calls a signal's handler only between two of its own instructions, which may be a whole
+    step later. The bytes that the interpreter writes for each signal come at once, and a thread
+    reads them. A launcher of this project prints the line itself.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def read() -> None:
+        seen = set()
+        while number := os.read(reader, 1):
+            if number[0] in SIGNALS and not seen:
+                seen.add(number[0])
+                with contextlib.suppress(OSError):
+                    os.write(2, heard_text(number[0]).encode())
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+
+
+def heard_text(number: int) -> str:
+    """The line that acknowledges a signal which asks a run to end."""
+    again = "Ctrl-C again" if number == signal.SIGINT else "the same signal again"
+    when = "ending after this step, with a save (before the first step: at once)"
+    return f"\n{signal.Signals(number).name}: {when}; {again}: at once\n"
 
 
 def ask(run_folder: Path, *, now: bool, who: str) -> None:

@@ -26,6 +26,7 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.redaction import redact, redacted, secret_values
 from base.run_variables import FAMILY
+from base.values import listed
 from checkpoint.format import epochs
 from checkpoint.save.lease import Lease, refuse_held, take
 from record.presence import LOCK
@@ -171,9 +172,9 @@ def refuse_unwritable(folder: Path) -> None:
     inside = [path for pattern in ADDED_TO for path in sorted(folder.glob(pattern))]
     locked = [path for path in inside if not is_writable(path)]
     if locked:
-        more = f" (and {len(locked) - 1} more in that folder)" if locked[1:] else ""
+        names = listed([str(locked[0]), *(path.name for path in locked[1:])], 1)
         raise UserError(
-            f"run={folder.name}: no permission to write {locked[0]}{more}; have its owner change"
+            f"run={folder.name}: no permission to write {names}; have their owner change"
             f" that, or choose another name (run={folder.name}-2)"
         )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.paths import ROOT
+from base.values import listed
 from checkpoint.format.manifest import NAME as MANIFEST
 from checkpoint.format.manifest import all_committed
 
@@ -157,7 +158,7 @@ def _line(folder: Path, place: Access, risk: str) -> str:
         )
     if kind == "group":
         names = sorted(members(int(number)))
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        shown = listed(names, 3)
         return (
             f"run={folder.name}: {place} may be written by its group ({shown}), {danger}; shut it"
             f" (chmod -R g-w {folder})"

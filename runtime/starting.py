@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from base.errors import Shared, UserError
 from base.paths import ROOT
@@ -17,6 +19,7 @@ from base.values import counted
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin
 from checkpoint.load.restoring import load
@@ -104,6 +107,7 @@ def restore(run: Run) -> None:
         # The newest checkpoint may have proven damaged, and an older one was loaded.
         past = read(run.folder)
         run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
+        run.changes += change_of_ranks(state.layout, run.resolved.layout)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
@@ -115,6 +119,13 @@ def restore(run: Run) -> None:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
         except Damaged as damage:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
+
+
+def change_of_ranks(stored: Mapping[str, Any], layout: Layout) -> list[RecipeChange]:
+    """The number of ranks, where it differs from the checkpoint's; it is no knob of the recipe."""
+    if stored.get("world") in (None, layout.world):
+        return []
+    return [RecipeChange("ranks", stored["world"], layout.world, "free")]
 
 
 def enter_segment(run: Run) -> int:
@@ -183,6 +194,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {resolved.num_parameters:,} parameters,"
         f" {counted(resolved.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
+        *filter(None, [resolved.rounding]),
         resolved.layout.describe(),
         *describe_places(resolved.layout, run.process.local_world),
     ]

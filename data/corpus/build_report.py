@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from base.values import counted
 from data.text.filters import REASONS
 
 MOST_FILES = 20
@@ -70,18 +71,19 @@ def _balance(counts: Mapping) -> list[str]:
     kept = counts.get("documents_train", 0) + counts.get("documents_valid", 0)
     dropped = {reason: counts[reason] for reason in DROPPED if counts.get(reason)}
     aside = {key.removeprefix("aside_"): n for key, n in counts.items() if key.startswith("aside_")}
-    lines = [f"  {counts['rows']:,} rows: {kept:,} documents kept"]
+    lines = [f"  {counted(counts['rows'], 'row')}: {counted(kept, 'document')} kept"]
     for title, some in (("dropped", dropped), ("put aside", aside)):
         text = ", ".join(f"{key} {n:,}" for key, n in some.items())
         lines.append(f"    {sum(some.values()):,} {title}" + (f" ({text})" if text else ""))
     if counts.get("blank_lines"):
-        lines.append(f"    {counts['blank_lines']:,} blank lines")
+        lines.append(f"    {counted(counts['blank_lines'], 'blank line')}")
     return lines
 
 
 def _files(path: Path, total: int) -> list[str]:
     lines = [
-        f"  {total:,} input files" + (f", the first {MOST_FILES}:" if total > MOST_FILES else "")
+        f"  {counted(total, 'input file')}"
+        + (f", the first {MOST_FILES}:" if total > MOST_FILES else "")
     ]
     with open(path, encoding="utf-8") as inputs:
         for _, line in zip(range(MOST_FILES), inputs, strict=False):
@@ -94,5 +96,6 @@ def _files(path: Path, total: int) -> list[str]:
             kept = counts.get("documents_train", 0) + counts.get("documents_valid", 0)
             tokens = counts.get("tokens_train", 0) + counts.get("tokens_valid", 0)
             rows = counts.get("rows", 0)
-            lines.append(f"    {one['name']}: {rows:,} rows, {kept:,} documents, {tokens:,} tokens")
+            found = (counted(rows, "row"), counted(kept, "document"), counted(tokens, "token"))
+            lines.append(f"    {one['name']}: {', '.join(found)}")
     return lines

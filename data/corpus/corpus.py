@@ -26,6 +26,7 @@ import numpy as np
 
 from base.durable import sync_folder
 from base.errors import UserError
+from base.values import first_of
 from data.corpus.block_hashes import side_file_bytes
 from data.corpus.indexed import Shard, check_shard
 from data.corpus.shard_writer import PublishedFile, file_hash
@@ -125,10 +126,7 @@ def open_corpus(folder: Path, vocab_size: int | None = None) -> Corpus:
                 problems += error.problems
         splits[name] = Split(shards)
     if problems:
-        more = len(problems) - MAX_PROBLEMS
-        raise UserError(
-            *problems[:MAX_PROBLEMS], *([f"... and {more} more problems"] if more > 0 else [])
-        )
+        raise UserError(*first_of(problems, MAX_PROBLEMS, "problems"))
     return Corpus(folder, manifest, splits)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from base.errors import UserError
+from base.values import counted
 from data.corpus.corpus import write_manifest
 from data.corpus.documents import POLICY, Document, clean_text, pieces_of
 from data.corpus.indexed import token_dtype
@@ -176,8 +177,8 @@ def _check_splits(shards: Mapping, inputs: list[dict], valid: str) -> None:
     assert valid in ("required", "none")
     found = {name: sum(one["split"] == name for one in inputs) for name in ("train", "valid")}
     total = (
-        f"of {len(inputs)} documents, {found['train']} are for training and {found['valid']} "
-        "for validation"
+        f"{found['train']} for training and {found['valid']} for validation, of"
+        f" {counted(len(inputs), 'document')}"
     )
     if not found["train"]:
         raise UserError(f"{total}; nothing to train on: add documents, or hold out fewer")

@@ -22,6 +22,7 @@ import numpy as np
 
 from base.durable import sync_folder
 from base.errors import UserError
+from base.values import counted
 from data.corpus.build import writing
 from data.corpus.build_lock import locked
 from data.corpus.corpus import write_manifest
@@ -203,18 +204,18 @@ def _log_findings(job: _Import, written: _Written, log: Callable[[str], None]) -
         log(NOT_READ)
     if written.num_rewritten:
         log(
-            f"{written.num_rewritten} of {len(job.files)} files were written anew as"
-            f" {written.dtype.name}, the others linked"
+            f"written anew as {written.dtype.name}, not linked: {written.num_rewritten} of"
+            f" {counted(len(job.files), 'file')}"
         )
     if facts.not_ended:
         log(
-            f"{facts.not_ended:,} of {facts.documents:,} documents do not end with the end id "
-            f"{job.eod_id}; where they end is known from the index"
+            f"without the end id {job.eod_id} at their end: {facts.not_ended:,} of"
+            f" {counted(facts.documents, 'document')}; the index shows where they end"
         )
     if written.num_left_out:
         log(
-            f"{written.num_left_out:,} of {facts.documents:,} documents are left out:"
-            f" split={job.settings.split}"
+            f"left out by split={job.settings.split}: {written.num_left_out:,} of"
+            f" {counted(facts.documents, 'document')}"
         )
 
 
@@ -229,7 +230,7 @@ def _manifest_fields(job: _Import, written: _Written) -> dict:
         counts["documents_left_out"] = written.num_left_out
     fields = {
         "name": "imported",
-        "source": f"{len(job.files)} files",
+        "source": counted(len(job.files), "file"),
         "vocab_size": job.vocab_size,
         "dtype": written.dtype.name,
         "eod_id": job.eod_id,

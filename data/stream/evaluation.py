@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from base.errors import UserError
+from base.values import counted
 from data.corpus.shards import Split
 from data.stream.mixture import Stages
 from data.stream.samples import Samples
 from data.stream.sources import num_windows
 from data.stream.windows import Batch, make_batches, own_positions
+
+FEW_DOCUMENTS = 20  # the mean loss of fewer moves by several per cent with their choice
 
 
 def evaluation_set(
@@ -39,6 +42,18 @@ def evaluation_set(
         )
     start = np.concatenate([np.arange(count) * seq_len for count in taken])
     return np.repeat(np.arange(len(taken)), taken), start
+
+
+def few_documents(num_documents: int) -> list[str]:
+    """A warning where so few documents are held out that their loss is mostly chance."""
+    if num_documents >= FEW_DOCUMENTS:
+        return []
+    held_out = "is" if num_documents == 1 else "are"
+    return [
+        f"only {counted(num_documents, 'document')} {held_out} held out for validation: its loss"
+        " depends on their kind of text. Hold out more: build the corpus with valid=0.05"
+        " (make corpus OVERRIDES=valid=0.05) or name documents in held_out"
+    ]
 
 
 def evaluation_batches(

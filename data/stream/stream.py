@@ -26,7 +26,7 @@ import numpy as np
 from base.errors import UserError
 from data.corpus.corpus import Corpus
 from data.corpus.shards import Split
-from data.stream.evaluation import evaluation_batches, evaluation_set
+from data.stream.evaluation import evaluation_batches, evaluation_set, few_documents
 from data.stream.masks import Masked, masked
 from data.stream.mixture import Stages
 from data.stream.order import ORDER_VERSION, Order
@@ -301,6 +301,8 @@ class Stream:
         check_updates(self.skips, steps)
         check_targets(self, steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
+        if eval_tokens:
+            notes += few_documents(sum(s.num_documents for s in self._valid.splits if s))
         by_uid = dict(zip(self.uids, self.corpora, strict=True))
         notes += twins(by_uid) + different_ends(by_uid)
         return notes + check_epochs(self.usage(steps), steps)

@@ -24,12 +24,14 @@ import xxhash
 
 from base.durable import sync_folder
 from base.errors import UserError
+from base.values import counted
 from data.corpus.build_lock import locked
 from data.corpus.corpus import MANIFEST, read_manifest
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.indexed import token_dtype
 from data.corpus.shard_writer import file_hash
 from data.corpus.tokenizer import TextTokenizer
+from data.stream.evaluation import few_documents
 from data.text.assemble import (
     Done,
     Selection,
@@ -140,7 +142,8 @@ class _Build:
         limit = hash_limit(self.settings.valid_fraction)
         # Write the shards, and the manifest last.
         shards, by_file = self._plan(done, Selection(first, limit, held))
-        _check_splits(by_file, done, self.settings)
+        for warning in _check_splits(by_file, done, self.settings):
+            self.log(f"warning: {warning}")
         self._run_shards(shards)
         made = Made(self.files, done, shards, [self._entry(shard) for shard in shards], by_file)
         manifest = write_fields(
@@ -370,12 +373,15 @@ def _done(tasks: list[UnitTask]) -> list[Done]:
     return done
 
 
-def _check_splits(by_file, done: list[Done], settings: Settings) -> None:
+def _check_splits(by_file, done: list[Done], settings: Settings) -> list[str]:
+    """Warnings about the sizes of the splits. Raises UserError where one is empty."""
     total: Counter = Counter()
     for counts in by_file.values():
         total.update(counts)
     train, valid = total["documents_train"], total["documents_valid"]
-    found = f"of {train + valid} documents, {train} are for training and {valid} for validation"
+    found = (
+        f"{train} for training and {valid} for validation, of {counted(train + valid, 'document')}"
+    )
     if not train:
         dropped = Counter()
         for summary in summaries(done):
@@ -391,6 +397,7 @@ def _check_splits(by_file, done: list[Done], settings: Settings) -> None:
             f"{found}; hold out more (OVERRIDES=valid=0.1), or build without validation: "
             "OVERRIDES=valid=0"
         )
+    return few_documents(valid) if valid else []
 
 
 def _shard_work(task: ShardTask, encoder, advance) -> None:

@@ -1,7 +1,7 @@
 """The input files of a corpus: their order, their kind, and whether they are packed.
 
     path, glob or folder --find--> files in numeric order of their names
-    .jsonl .ndjson .json .txt .text, each also with .gz .zst .xz .bz2 | .parquet
+    .jsonl .ndjson .json .txt .text .md .markdown .rst, each also with .gz .zst .xz .bz2 | .parquet
     | a folder made by `datasets`
 
 Rule: the files and their order follow from the input alone, never from the order in which a file
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
+from base.values import first_of
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -28,7 +29,11 @@ KINDS = {
     ".parquet": "parquet",
     ".txt": "text",
     ".text": "text",
+    ".md": "text",
+    ".markdown": "text",
+    ".rst": "text",
 }
+PAGES = (".md", ".markdown", ".rst")
 # First bytes of packed files. A .zst may also begin with a skippable frame, as pzstd writes it.
 PACKED = {
     ".gz": rb"\x1f\x8b",
@@ -74,6 +79,7 @@ def find_inputs(text: str, kind: str | None = None) -> list[InputFile]:
         problems.append(f"IN={text!r}: there is no file; name a file, a folder or a quoted glob")
     if not problems:
         problems += _twice(found)
+        problems += _pages_beside_data(found, parts_of(text)) if kind is None else []
     if problems:
         raise UserError(*_few(problems))
     folders = [path if path.is_dir() and is_dataset(path) else path.parent for path in found]
@@ -176,12 +182,27 @@ def _walk(folder: Path, kind: str | None) -> list[Path]:
             *_few(
                 [
                     f"{text}; name what is to be read by a glob, as in IN='{folder}/*.jsonl'"
-                    f" (known: {' '.join(KINDS)}), or give kind=text"
+                    f" (known: {' '.join(KINDS)}), or give OVERRIDES=kind=text"
                     for text in sorted(strange)
                 ]
             )
         )
     return found
+
+
+def _pages_beside_data(found: list[Path], parts: list[str]) -> list[str]:
+    """Problems of pages beside tables or JSON: nobody means a README.md there as text.
+
+    A page that IN= names itself is meant.
+    """
+    if all(path.is_file() and KINDS.get(_suffixes(path)[0], "text") == "text" for path in found):
+        return []
+    return [
+        f"{path}: is a page beside files of another kind; name what is to be read by a glob, as in"
+        f" IN='{path.parent}/*.jsonl', or name this file in IN as well"
+        for path in found
+        if _suffixes(path)[0] in PAGES and str(path) not in parts
+    ]
 
 
 def _input_file(path: Path, root: Path, kind: str | None) -> InputFile:
@@ -250,5 +271,4 @@ def _twice(paths: list[Path]) -> list[str]:
 
 
 def _few(problems: list[str]) -> list[str]:
-    more = len(problems) - MOST_SHOWN
-    return problems[:MOST_SHOWN] + ([f"... and {more} more of this kind"] if more > 0 else [])
+    return first_of(problems, MOST_SHOWN, "of this kind")

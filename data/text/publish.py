@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from base.durable import sync_folder
+from base.values import counted
 from data.corpus.corpus import write_manifest
 from data.corpus.documents import POLICY
 from data.corpus.indexed import token_dtype
@@ -73,7 +74,7 @@ def write_fields(
     # The manifest.
     fields = {
         "name": "text",
-        "source": f"{len(made.files)} files",
+        "source": counted(len(made.files), "file"),
         "vocab_size": tokenizer.vocab_size,
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "eod_id": tokenizer.eod_id,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from base.errors import UserError
+from base.values import counted
 from data.corpus.corpus_writer import hash_limit
 from data.corpus.documents import Document, clean_text
 from data.corpus.tokenizer import TextTokenizer, train_bpe
@@ -70,17 +71,20 @@ def train(
     texts, chars = 0, 0
     with progress_bar("reading", None, unit="char") as bar:
 
-        def counted() -> Iterator[str]:
+        def texts_counted() -> Iterator[str]:
             nonlocal texts, chars
             for text in training_texts(files, settings, share):
                 texts, chars = texts + 1, chars + len(text)
                 bar.update(len(text))
                 yield text
 
-        tokenizer = train_bpe(counted(), vocab_size)
+        tokenizer = train_bpe(texts_counted(), vocab_size)
     if not texts:
         raise UserError(f"IN={source}: holds no text to learn from")
-    log(f"learned from {texts:,} documents, {chars:,} characters: {tokenizer.vocab_size:,} tokens")
+    log(
+        f"learned from {counted(texts, 'document')}, {counted(chars, 'character')}:"
+        f" {tokenizer.vocab_size:,} tokens"
+    )
     if tokenizer.vocab_size < vocab_size:
         log(f"the text gives only {tokenizer.vocab_size} of the {vocab_size} tokens asked for")
     return tokenizer

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.errors import UserError
+from base.values import counted
 from launch.hosts.judge import names
 
 # Letters, digits and inner hyphens between dots (RFC 1123), and the underscore that some sites use.
@@ -136,7 +137,7 @@ def part(hosts: Sequence[Host], spares: int) -> tuple[list[Host], list[Host]]:
     others = [host for host in hosts if not host.is_spare]
     if len(others) <= spares:
         raise UserError(
-            f"SPARES={spares} leaves none of the {len(others)} hosts to train; give"
+            f"SPARES={spares} leaves no host to train, of {counted(len(others), 'host')}; give"
             f" SPARES={max(0, len(others) - 1)} or less"
         )
     first = len(others) - spares

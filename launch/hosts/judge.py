@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from base.values import counted
+from base.values import counted, listed
 
 # Leases, time stamps and certificates; two clocks kept by NTP are a hundredth of this apart.
 MAX_SKEW_S = 2.0
@@ -79,7 +79,7 @@ def odd_ones(key: str, values: Mapping[str, Any], way_out: str = "") -> list[str
     """One line for each host whose value is not the common one."""
     common = common_value(values)
     holders = [host for host, value in values.items() if value == common]
-    shown = holders[0] + (f" and {len(holders) - 1} more" if len(holders) > 1 else "")
+    shown = listed(holders, 1)
     end = f"; {way_out}" if way_out else ""
     return [
         f"{host}: {key} {text(value)}, but {text(common)} on {shown}{end}"
@@ -311,5 +311,4 @@ def compilers(facts: Mapping[str, Facts]) -> list[str]:
 
 def names(hosts: Sequence[str], most: int = 4) -> str:
     """Up to `most` names, and the number of the others."""
-    shown = ", ".join(hosts[:most])
-    return shown + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+    return listed(hosts, most)

@@ -27,6 +27,7 @@ from enum import StrEnum
 from typing import Any
 
 from base.errors import UserError
+from base.values import counted
 from recipes.faults import Health as Knobs
 
 # For a normal distribution: standard deviation / median absolute deviation, and the number of
@@ -160,7 +161,10 @@ def remedy(
     reach = REWINDS_WITHIN * knobs.rewind
     used = sum(step - reach < past for past in rewound_at)
     if used >= knobs.max_rewinds:
-        return Verdict.STOP, f"{trouble}; {used} rewinds within {reach} steps did not cure it"
+        return (
+            Verdict.STOP,
+            f"{trouble}; {counted(used, 'rewind')} within {reach} steps did not cure it",
+        )
     if step - onset > reach:
         return Verdict.STOP, f"{trouble}; going back behind that would lose over {reach} steps"
     return Verdict.ROLL_BACK, trouble

@@ -153,7 +153,7 @@ def test_each_segment_and_step_is_recorded_once(runs):
 
 def test_the_audit_follows_the_lineage_and_its_branch(runs, said):
     assert "bad: 18 of 18 recorded steps rebuilt and equal" in said
-    assert "4 more recorded steps are of abandoned segments" in said
+    assert "4 more recorded steps belong to abandoned segments" in said
     assert "left out: data steps 7 to 8, samples 56 to 71" in said
     assert f"samples 0 to {(STEPS + 2) * 8 - 1} were used once each but what was left out" in said
     assert f"side: {STEPS} of {STEPS} recorded steps rebuilt and equal" in said

@@ -28,6 +28,7 @@ from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from data.stream.ledger import Ledger
 from data.stream.schedule import schedule_of
+from launch.hosts.place import add_place
 from recipes.compose import compose, recipe_yaml
 from record import history
 from record.records import read_metrics
@@ -342,7 +343,10 @@ def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_o
     target = history.Target(0, 10, 10)
     history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
 
-    options = argparse.Namespace(run="a", steps="10:15", nproc="1", arguments=[])
+    parser = argparse.ArgumentParser()
+    add_place(parser)
+    given = argparse.Namespace(run="a", steps="10:15", arguments=[])
+    options = parser.parse_args(["--nproc=1"], given)
     command, _ = profile.prepare(options)
     (word,) = [word for word in command if word.startswith("data.skip")]
     assert word == "data.skip.advance=[[3,5],[10,23]]"

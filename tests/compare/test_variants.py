@@ -11,7 +11,7 @@ from commands import compare as command
 from compare import folder
 from compare.variants import ComparisonPlan, plan
 from data.stream.schedule import schedule_of
-from recipes.compose import sweep_values
+from recipes.overrides import sweep_values
 from runtime.resolve import resolve
 
 
@@ -145,9 +145,9 @@ def test_a_folder_stores_what_it_compares_and_refuses_another(tmp_path):
     for name in (again.by_round()[5][0], again.by_round()[6][1]):
         (tmp_path / name).mkdir()
     folder.refuse_strangers(place, planned("zero=1,2", repeats=5, name="cmp").by_round())
-    with pytest.raises(UserError, match=r"cmp\.zero-2\.r6 is there already"):
+    with pytest.raises(UserError, match=r"have these names: cmp\.zero-2\.r6 in "):
         folder.refuse_strangers(place, again.by_round())
-    with pytest.raises(UserError, match=r"cmp\.zero-1\.r5 and 1 more is there already"):
+    with pytest.raises(UserError, match=r"names: cmp\.zero-1\.r5, cmp\.zero-2\.r6 in "):
         folder.refuse_strangers(tmp_path / "new", again.by_round())
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="is not the folder of a comparison"):

@@ -56,7 +56,7 @@ def test_what_a_resumed_run_adds_to_must_be_writable(run, name):
 def test_several_places_are_one_line_with_their_number(run):
     for name in ("checkpoints", "ledger", "tensorboard"):
         (run / name).chmod(MODE_OF_OTHERS)
-    with pytest.raises(UserError, match=r"checkpoints \(and 2 more in that folder\)"):
+    with pytest.raises(UserError, match=r"checkpoints and 2 more; have their owner"):
         refuse_busy(run)
 
 

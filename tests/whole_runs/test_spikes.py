@@ -76,7 +76,7 @@ def test_the_next_life_goes_on_and_a_spike_does_not_touch_the_weights(attempts):
 def test_what_a_rewind_did_not_cure_stops_the_run_with_a_bundle(attempts):
     clone, run, end = attempts
     assert end.returncode == DO_NOT_RETRY, end.stdout
-    assert "1 rewinds within 100 steps did not cure it" in end.stdout
+    assert "1 rewind within 100 steps did not cure it" in end.stdout
     assert [event["cause"] for event in read_events(run, "attempt")] == ["rewound", "gave_up"]
     assert not read_events(run, "stopped")
     bundle = run / "bundles" / "step-00000040"

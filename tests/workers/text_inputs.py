@@ -61,4 +61,4 @@ def texts_of(folder: Path, split: str = "train") -> list[str]:
 
 
 def gzipped(*members: bytes) -> bytes:
-    return b"".join(gzip.compress(member) for member in members)
+    return b"".join(gzip.compress(member, mtime=0) for member in members)

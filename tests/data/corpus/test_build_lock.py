@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from ranks import PATIENCE
 
 from base.errors import UserError
 from data.corpus import build_lock
@@ -31,7 +32,7 @@ def holder(tmp_path):
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=30 * PATIENCE)
 
 
 def test_a_lock_is_removed_with_its_work_also_after_an_error(tmp_path):
@@ -94,5 +95,5 @@ for _ in range(20):
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     crowd = [subprocess.Popen(command, env=os.environ) for _ in range(4)]
-    assert [process.wait(timeout=120) for process in crowd] == [0] * 4
+    assert [process.wait(timeout=120 * PATIENCE) for process in crowd] == [0] * 4
     assert not list(tmp_path.iterdir())

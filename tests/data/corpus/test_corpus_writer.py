@@ -116,7 +116,7 @@ def test_splits_add_up_to_the_total(tmp_path):
 def test_an_empty_validation_part_is_refused_unless_turned_off(tmp_path, num):
     texts = ["a", "b", "c"][:num]
     with pytest.raises(
-        UserError, match=rf"of {num} documents, {num} are for training and 0 for valid"
+        UserError, match=rf"{num} for training and 0 for validation, of {num} document"
     ):
         write(tmp_path / "a", texts, valid="required")
     assert not list((tmp_path / "a").iterdir())

@@ -99,7 +99,7 @@ def test_documents_of_several_sequences_of_none_and_without_an_end(tmp_path):
         manifest = bring(tmp_path / "in" / "s", tmp_path / name, *words, log=said.append)
         assert tokens_of(tmp_path / name) == expected
         assert manifest["eod_policy"] == "as found"
-    assert any("1 of 3 documents do not end with the end id 0" in text for text in said)
+    assert any("without the end id 0 at their end: 1 of 3 documents" in text for text in said)
 
 
 def test_an_index_that_does_not_end_and_offsets_that_wrapped_are_mended_aloud(tmp_path):
@@ -187,7 +187,7 @@ def test_flat_arrays_are_cut_after_the_end_id(tmp_path, monkeypatch):
         said = []
         bring(folder, tmp_path / f"c{kind}", f"dtype={kind}", log=said.append)
         assert tokens_of(tmp_path / f"c{kind}") == [*DOCUMENTS, [4, 4]]
-        assert any("1 of 5 documents do not end" in text for text in said)
+        assert any("at their end: 1 of 5 documents" in text for text in said)
     with pytest.raises(UserError, match="has no index and no header of a known format"):
         bring(folder, tmp_path / "d")
     with pytest.raises(UserError, match="dtype=float32: is not one of uint8"):
@@ -368,7 +368,7 @@ def test_contiguous_shares_of_each_file_as_megatron_cuts_them(tmp_path, monkeypa
     manifest = bring(tmp_path / "in", tmp_path / "d", "split=8,1,1", log=said.append)
     assert manifest["counts"]["documents_left_out"] == 2 * 13
     assert len(tokens_of(tmp_path / "d", "valid")) == 2 * 12
-    assert any("26 of 250 documents are left out: split=8,1,1" in text for text in said)
+    assert any("left out by split=8,1,1: 26 of 250 documents" in text for text in said)
     for split in ("969", "0,1", "a,b", "1,-1", "1,2,3,4"):
         with pytest.raises(UserError, match=f"split={split}: expected shares"):
             bring(tmp_path / "in", tmp_path / "e", f"split={split}")

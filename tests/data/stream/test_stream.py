@@ -22,6 +22,7 @@ from data.corpus.corpus import open_corpus, read_manifest
 from data.corpus.corpus_writer import write_text_corpus
 from data.corpus.documents import Document
 from data.corpus.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from data.stream.evaluation import few_documents
 from data.stream.ledger import batch_hash, in_batch_order
 from data.stream.order import order_seed, splitmix64
 from data.stream.windows import IGNORED, own_positions
@@ -271,6 +272,15 @@ def test_five_samples_on_two_ranks_give_the_same_number_of_batches(tmp_path):
     assert [len(batches) for batches in ranks] == [2, 2]
     has_targets = [[(b.labels != IGNORED).any(axis=1).tolist() for b in some] for some in ranks]
     assert has_targets == [[[True, True], [True, False]], [[True, True], [False, False]]]
+
+
+def test_a_held_out_part_of_a_few_documents_is_warned_of_where_it_is_evaluated(root):
+    assert few_documents(1)[0].startswith("only 1 document is held out for validation: its loss")
+    prose, both = stream_of(root, {"prose": 1}), stream_of(root, {"prose": 1, "code": 1})
+    assert prose.check(1) == []
+    (warning,) = prose.check(1, 10**5)
+    assert warning.startswith("only 12 documents are held out for validation: its loss depends on")
+    assert both.check(1, 10**5) == []  # 24 documents
 
 
 def test_evaluation_without_held_out_text_is_refused_with_the_way_out(tmp_path):

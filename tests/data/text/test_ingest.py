@@ -159,7 +159,9 @@ def test_a_file_of_texts_or_ids_says_what_is_held_out(tmp_path):
 @pytest.mark.parametrize("num", [1, 3])
 def test_an_empty_part_is_refused_with_the_counts(tmp_path, num):
     source = write_files(tmp_path / "in", {"x.jsonl": json_lines(GOOD[:num])})
-    with pytest.raises(UserError, match=f"of {num} documents, {num} are for training and 0 for"):
+    with pytest.raises(
+        UserError, match=f"{num} for training and 0 for validation, of {num} document"
+    ):
         build(source, tmp_path / "c", "valid=0.0001")
     build(source, tmp_path / "c", "valid=0")
     assert len(texts_of(tmp_path / "c")) == num

@@ -1,5 +1,6 @@
 """Every kind of bad or odd input: which files, which order, what becomes of each line."""
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -61,6 +62,14 @@ def test_order_is_numeric_and_not_that_of_the_folder(tmp_path):
     assert names(both) == ["a/part-2.jsonl"] + [f"b/part-{n}.jsonl" for n in (1, 2, 10)]
 
 
+def test_pages_are_text(tmp_path):
+    packed = gzip.compress(b"c", mtime=0)
+    files = {"a.md": "# A", "b.markdown": "b", "c.rst.gz": packed, "d.txt": ""}
+    folder = write_files(tmp_path / "in", files)
+    assert names(folder) == ["a.md", "b.markdown", "c.rst.gz", "d.txt"]
+    assert {file.kind for file in find_inputs(str(folder), None)} == {"text"}
+
+
 def test_one_file_twice_is_refused_under_any_name(tmp_path):
     folder = write_files(tmp_path / "in", {"x.jsonl": json_lines(GOOD)})
     (folder / "link.jsonl").symlink_to(folder / "x.jsonl")
@@ -78,12 +87,17 @@ def test_what_is_not_understood_is_refused_and_hidden_files_are_not_read(tmp_pat
     folder = write_files(tmp_path / "in", {"x.jsonl": b"", ".hidden": "x", ".git/y.jsonl": "x"})
     assert names(folder) == ["x.jsonl"]
     write_files(folder, {"README.md": "about"})
-    with pytest.raises(UserError, match=r"README.md: is of an unknown kind; name what is to be"):
+    with pytest.raises(
+        UserError, match=r"README.md: is a page beside files .*; name what is to be"
+    ):
         names(folder)
-    with pytest.raises(UserError, match=r"README.md: is of an unknown kind .*kind=jsonl"):
-        names(folder / "README.md")
-    assert names(folder / "README.md", "text") == ["README.md"]
-    (folder / "README.md").unlink()
+    (folder / "README.md").rename(folder / "notes.org")
+    with pytest.raises(UserError, match=r"notes.org: is of an unknown kind; name what is to be"):
+        names(folder)
+    with pytest.raises(UserError, match=r"notes.org: is of an unknown kind .*kind=jsonl"):
+        names(folder / "notes.org")
+    assert names(folder / "notes.org", "text") == ["notes.org"]
+    (folder / "notes.org").unlink()
     (folder / "more").symlink_to(tmp_path)
     with pytest.raises(UserError, match="is a link to a folder"):
         names(folder)
@@ -104,8 +118,12 @@ def test_what_a_glob_finds_is_read_whole_or_refused(tmp_path):
         assert names(text) == ["a.jsonl", "sub/b.jsonl"]
     assert names(folder / "*.jsonl") == ["a.jsonl"]
     write_files(folder, {"sub/notes.md": "about"})
-    with pytest.raises(UserError, match=r"notes.md: is of an unknown kind"):
+    with pytest.raises(UserError, match=r"notes.md: is a page beside files of another kind"):
         names(folder / "*")
+    folder.rename(tmp_path / "mine")
+    both = f"{tmp_path}/mine/sub/b.jsonl {tmp_path}/mine/sub/notes.md"
+    assert names(both) == ["b.jsonl", "notes.md"]  # named, so meant
+    (tmp_path / "mine").rename(folder)
     (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"gone.jsonl: is a link to nothing"):
         names(folder / "*.jsonl")

@@ -194,7 +194,7 @@ def test_the_hostfile_marks_spares_and_the_last_ones_wait():
     ]
     train, wait = part(hosts, 1)
     assert ([h.name for h in train], [h.name for h in wait]) == (["a", "c"], ["b", "d"])
-    with pytest.raises(UserError, match="SPARES=3 leaves none of the 3 hosts to train"):
+    with pytest.raises(UserError, match="SPARES=3 leaves no host to train, of 3 hosts"):
         part(hosts, 3)
 
 
