@@ -122,6 +122,8 @@ def start(cluster: Cluster) -> Process:
     options = {}
     if world == 1:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    limit = datetime.timedelta(seconds=cluster.timeout_s)
+    limit_groups(limit)
     with report_wait(rank, world, local_rank, cluster.timeout_s):
         if world > 1 and not rendezvous.has_agent_store():
             name = rendezvous.job_name(os.environ, world)
@@ -130,10 +132,36 @@ def start(cluster: Cluster) -> Process:
             options = {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=cluster.timeout_s),
+            timeout=limit,
             **options,
         )
+    if device.type == "cuda" and local_world > torch.cuda.device_count():
+        gpu = f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+        claim_gpu(dist.distributed_c10d._get_default_store(), gpu)
     return Process(rank, world, local_rank, local_world, device)
+
+
+def claim_gpu(store: dist.Store, name: str) -> None:
+    """Raise UserError where another rank of the host has the GPU `name` already.
+
+    Where each rank sees one GPU, only the identity of the GPU shows whether it is another one.
+    """
+    if store.add(f"gpu/{name}", 1) > 1:
+        raise UserError(
+            "several ranks were started on a host that shows 1 GPU; start at most 1 on it"
+            " (NPROC=1), give each rank a GPU of its own, or set cluster.device=cpu"
+        )
+
+
+def limit_groups(limit: datetime.timedelta) -> None:
+    """Make `limit` the time limit of all process groups that are created without one of their own.
+
+    torch gives such groups its own default, whatever the limit of the first group is: those of
+    parallel.mesh and of DeepSpeed would wait for up to half an hour.
+    """
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        assert hasattr(dist.distributed_c10d, name), f"this torch has no {name}"
+        setattr(dist.distributed_c10d, name, limit)
 
 
 @contextlib.contextmanager
@@ -185,6 +213,8 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
         return torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
+        if count == 1:  # srun --gpus-per-task=1: each rank of a host sees another GPU as the first
+            return torch.device("cuda", 0)
         if local_world > count:
             raise UserError(
                 f"the host shows {counted(count, 'GPU')}, too few for its"
@@ -361,6 +391,8 @@ def _export(
         os.environ.setdefault(name, str(value))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU
     have_home()
     builds.prepare()
 
