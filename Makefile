@@ -3,6 +3,7 @@
 #   RECIPE=tiny  NPROC=1  OVERRIDES="zero=3 run=tiny-z3"  WORLD=64  FIND=lr  PYTHON=/path/to/python
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
+#   RANK=val_loss  SEEDS=3
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
@@ -42,6 +43,7 @@ DTYPE ?=
 SWEEP ?=
 STEPS ?=
 REPEATS ?=
+SEEDS ?=
 RUNS ?=
 NAME ?=
 DOC ?=
@@ -67,7 +69,7 @@ QUICK ?=
 KNOWN := RECIPE NPROC OVERRIDES WORLD RANK ALL FIND PORT TESTS RUN STEP PROMPT PYTHON \
 	IN OUT TOKENIZER VOCAB WORKERS CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF \
 	QUICK HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES SKIP EFFECT SEGMENT TO WHY \
-	TEMPERATURE TOP_P SEED DTYPE
+	TEMPERATURE TOP_P SEED SEEDS DTYPE
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 STRANGE := $(filter-out $(KNOWN) MAKEFLAGS SHELL,$(GIVEN))
 ifneq ($(STRANGE),)
@@ -196,9 +198,10 @@ tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob
 	@exec "$(PYTHON)" -m commands.tokenizer --in "$$IN" --vocab "$$VOCAB" \
 	  $(if $(OUT),--out "$$OUT") $(WORDS)
 
-compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
+compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= SEEDS= RANK=val_loss NAME=), or report RUNS="a b"
 	@exec "$(PYTHON)" -m commands.compare $(if $(RUNS),--runs "$$RUNS") --recipe "$$RECIPE" $(if $(NPROC),--nproc "$$NPROC") \
 	  --sweep "$$SWEEP" $(if $(STEPS),--steps "$$STEPS") $(if $(REPEATS),--repeats "$$REPEATS") \
+	  $(if $(filter RANK,$(GIVEN)),--rank "$(RANK)") $(if $(SEEDS),--seeds "$$SEEDS") \
 	  $(if $(NAME),--name "$$NAME") $(WORDS)
 
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)

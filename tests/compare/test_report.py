@@ -73,7 +73,8 @@ def test_the_reason_of_a_failure_is_one_line_from_the_log(tmp_path, monkeypatch,
 def make_run(tmp_path):
     """Writes the record of a run as a run does, with given seconds of each step."""
 
-    def make(name, seconds, *words, losses=None, sent=None, peaks=(1.5, 1.25), surroundings=None):
+    def make(name, seconds, *words, losses=None, val=(), sent=None, peaks=(1.5, 1.25),
+             surroundings=None):  # fmt: skip
         place = tmp_path / name
         place.mkdir()
         recipe = compose("tiny", [f"run={name}", *words]).recipe
@@ -100,6 +101,7 @@ def make_run(tmp_path):
                     times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
                     accumulation=2,
                     communication_bytes=sent,
+                    val_loss=dict(val).get(step),
                 )
             )
             ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
@@ -248,6 +250,76 @@ def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys,
     assert said in capsys.readouterr().err
     assert compare.main(["--runs", "a b", "--sweep", "zero=1,2"]) == 93
     assert "RUNS takes runs that exist, SWEEP makes new ones" in capsys.readouterr().err
+
+
+# ---- ranked by loss
+
+
+@pytest.fixture
+def learned(make_run):
+    """Three learning rates x two seeds; the best two are closer than their seeds."""
+    sides = []
+    for rate, finals in (("1e-3", (3.5, 3.6)), ("2e-3", (3.0, 3.2)), ("4e-3", (3.1, 3.15))):
+        side = Side(f"optim.lr={rate}")
+        for number, final in enumerate(finals, start=1):
+            words = (f"optim.lr={rate}", f"seed={number}")
+            val = {2: 5.0, 4: final}
+            made = make_run(f"{rate}.r{number}", [9, 1, 1, 1], *words, val=val)
+            side.runs.append(read_run(made, number))
+        sides.append(side)
+    return Comparison("lr", "make compare ...", sides, True, rank="val_loss")
+
+
+def test_a_comparison_ranked_by_loss_shows_order_spread_and_what_is_not_told_apart(learned):
+    text = markdown(learned)
+    assert "2 seeds, the same for every variant: 1, 2" in text
+    assert "Best: `optim.lr=2e-3` with a validation loss of 3.1000. NOT TOLD APART" in text
+    assert "over seeds: `optim.lr=4e-3`." in text
+    assert row(text, "optim.lr=2e-3") == [
+        "`optim.lr=2e-3`", "1", "3.1000", "3.0000 to 3.2000", "-", "-",
+    ]  # fmt: skip
+    assert row(text, "optim.lr=4e-3")[1:] == ["2", "3.1250", "3.1000 to 3.1500", "+0.0250", "NO"]
+    assert row(text, "optim.lr=1e-3")[1:] == ["3", "3.5500", "3.5000 to 3.6000", "+0.4500", "yes"]
+    shown = terminal(learned)
+    assert shown.index("optim.lr=2e-3  1 ") < shown.index("optim.lr=4e-3  2 ")
+    assert "NOT TOLD APART from it" in shown
+    learned.sides.append(Side("optim.lr=9", reason="out of memory"))
+    assert "| `optim.lr=9` | - | failed: out of memory | - | - | - |" in markdown(learned)
+    alone = dataclasses.replace(learned, sides=[Side(s.label, s.runs[:1]) for s in learned.sides])
+    assert "1 seed: another seed could change the order (SEEDS=3)" in markdown(alone)
+    assert "One seed: it is not known whether" in markdown(alone)
+
+
+def test_the_picture_of_a_sweep_by_loss_has_every_variant_and_the_swept_value(learned, tmp_path):
+    assert pictures.draw(learned, tmp_path)[0] == "validation.png"
+    figure = pictures.validation(learned)
+    left, right = figure.axes
+    assert [line.get_ydata()[-1] for line in left.lines] == pytest.approx([3.55, 3.1, 3.125])
+    assert right.get_xscale() == "log"
+    assert right.get_xlabel() == "optim.lr"
+    dots = [list(line.get_ydata()) for line in right.lines[:3]]
+    assert dots == [[3.5, 3.6], [3.0, 3.2], [3.1, 3.15]]
+    assert list(right.lines[3].get_xdata()) == [1e-3, 2e-3, 4e-3]
+    tensorboard_pages.write(learned, tmp_path)
+    seen = EventAccumulator(str(tmp_path / "tensorboard" / "optim.lr=2e-3")).Reload()
+    assert [event.value for event in seen.Scalars("result/val_loss")] == pytest.approx([3.1])
+
+
+def test_losses_of_layouts_agree_seed_by_seed(make_run):
+    """Two seeds give other losses; each run is held against the base of its own seed."""
+    sides = []
+    for zero in (1, 2):
+        side = Side(f"zero={zero}")
+        for number, losses in enumerate(([8.0, 7.0, 6.0], [8.5, 7.5, 6.5]), start=1):
+            words = (f"zero={zero}", f"seed={number}")
+            made = make_run(f"z{zero}.r{number}", [9, 1, 1], *words, losses=losses)
+            side.runs.append(read_run(made, number))
+        sides.append(side)
+    result = results.agreement(sides)
+    assert (result.largest, result.reason, result.same_data) == (0.0, None, True)
+    sides[1].runs[1].lines[2]["loss"] *= 1 + 1e-5
+    assert results.agreement(sides).is_broken
+    assert results.agreement(sides).at == (3, "z2.r2")
 
 
 # ---- what is looked at
