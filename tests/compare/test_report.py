@@ -305,6 +305,17 @@ def test_the_picture_of_a_sweep_by_loss_has_every_variant_and_the_swept_value(le
     assert [event.value for event in seen.Scalars("result/val_loss")] == pytest.approx([3.1])
 
 
+def test_runs_that_exist_can_be_ranked_by_loss(make_run, monkeypatch, capsys):
+    for name, final in (("a", 3.5), ("b", 3.1)):
+        place = make_run(name, [9, 1, 1], val={3: final}).parent
+    monkeypatch.setattr(compare, "RUNS", place)
+    assert compare.main(["--runs", "a b", "--rank", "val_loss"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("b        1      3.1000") < shown.index("a        2      3.5000")
+    assert "+0.4000" in shown
+    assert 'RUNS="a b" NAME=a-vs-b RANK=val_loss' in (place / "a-vs-b" / "report.md").read_text()
+
+
 def test_losses_of_layouts_agree_seed_by_seed(make_run):
     """Two seeds give other losses; each run is held against the base of its own seed."""
     sides = []
