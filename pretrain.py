@@ -46,7 +46,7 @@ from record.heartbeat import HEART
 from record.requests import REQUESTS, AskedEarly, Ending
 from record.resuming import data_of, left_behind, standing
 from runtime.engine.batches import to_device
-from runtime.engine.build_engine import build
+from runtime.engine.build_engine import build, check_kernels
 from runtime.engine.communication import Counter
 from runtime.engine.engine import untrained
 from runtime.engine.learning_rate import learning_rate
@@ -120,6 +120,7 @@ def prepare(arguments: list[str]) -> Run | None:
     held_out = evaluation_batches(recipe, layout, stream, place.data)
 
     me = process.start(recipe.cluster)
+    check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
     if recipe.resume != "fresh":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import numbers
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import field
@@ -32,8 +33,10 @@ LONGEST_SHOWN = 200  # characters of a value in a message
 def as_int(value: Any) -> int:
     """A whole number as an exact int: 8, 5e8, "8" and "5e8" are; 1.5, true and nan are not.
 
-    Raises ValueError with the reason, to be put behind `knob=value`.
+    NumPy's integers and floats count as Python's. Raises ValueError with the reason, to be put
+    behind `knob=value`.
     """
+    value = _of_python(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > LARGEST_INT:
             raise ValueError("is too large for any count")
@@ -58,6 +61,7 @@ def as_float(value: Any) -> float:
 
     Raises ValueError with the reason, to be put behind `knob=value`.
     """
+    value = _of_python(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("is not a number")
     try:
@@ -67,6 +71,15 @@ def as_float(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError("is not a finite number")
     return number
+
+
+def _of_python(value: Any) -> Any:
+    """The Python number equal to a NumPy one; all else as it is."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def as_written(value: Any) -> str:

@@ -38,6 +38,7 @@ SHARD_BYTES = 5 * 10**9  # the default of Transformers for years
 MEANING = (
     "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "hidden_act",
 )  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 

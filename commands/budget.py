@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from base.command_line import Parser, add_words, carry_out, words_of
+from base.command_line import Parser, add_overrides, arguments_of, carry_out
 from base.errors import UserError
 from base.table import scaled, table
 from base.values import as_float, read_ranks
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="make budget", description=__doc__)
     for name in ("gpu-hours", "money", "days", "nodes", "cluster"):
         parser.add_argument(f"--{name}", default="")
-    add_words(parser, "*", "overrides")
+    add_overrides(parser, "*", "overrides")
     options = parser.parse_args(arguments)
 
     def act() -> int:
-        print("\n".join(answer(options, words_of(options))))
+        print("\n".join(answer(options, arguments_of(options))))
         return 0
 
     return carry_out(act)

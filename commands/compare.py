@@ -22,7 +22,7 @@ from pathlib import Path
 
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
-from base.values import counted, read_ranks
+from base.values import counted
 from compare import pictures, runner, tensorboard_pages
 from compare.folder import (
     RUNS,
@@ -45,6 +45,8 @@ from compare.variants import (
     read_count,
 )
 from data.stream.schedule import schedule_of
+from launch.hosts.own_gpus import count_gpus
+from launch.hosts.place import add_place, place_variables, planned_world
 from record.records import notes
 from runtime.resolve import resolve
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", help="folder of the report under runs/")
     parser.add_argument("--runs", help="names of runs that exist")
     parser.add_argument("--recipe", default="tiny")
-    parser.add_argument("--nproc", default="1")
+    add_place(parser)
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
     parser.add_argument("--repeats", help="rounds; default 3, or 1 where runs are ranked by loss")
@@ -123,7 +125,7 @@ def read_plan(options: argparse.Namespace) -> ComparisonPlan:
             problems.extend(getattr(error, "problems", [str(error)]))
             return 0
 
-    ranks = attempt(read_ranks, "NPROC", options.nproc)
+    ranks = attempt(planned_world, options) or max(1, attempt(count_gpus))
     steps = attempt(read_count, "STEPS", options.steps, FEWEST_STEPS, MOST_STEPS)
     if options.seeds and options.repeats:
         problems.append("SEEDS and REPEATS both set the rounds; keep one of them")
@@ -139,7 +141,7 @@ def read_plan(options: argparse.Namespace) -> ComparisonPlan:
         raise UserError(*problems)
     return plan(
         options.name, options.recipe, ranks, options.arguments, sweep, steps, repeats, resolved,
-        options.rank, bool(options.seeds),
+        options.rank, bool(options.seeds), place_variables(options),
     )  # fmt: skip
 
 
@@ -157,8 +159,10 @@ def announcement(wanted: ComparisonPlan) -> str:
 
 def shown_command(wanted: ComparisonPlan) -> str:
     """Command that makes this comparison, for the report."""
+    ranks = f"{'WORLD' if wanted.place else 'NPROC'}={wanted.ranks}"
+    variables = [ranks, *map(shlex.quote, wanted.place)]
     parts = [
-        f"make compare RECIPE={wanted.recipe} NPROC={wanted.ranks}",
+        f"make compare RECIPE={wanted.recipe} {' '.join(variables)}",
         f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps}',
         f"{'REPEATS' if wanted.first_seed is None else 'SEEDS'}={wanted.repeats}",
     ]

@@ -29,8 +29,9 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import scaled, table
 from base.units import GIB
-from base.values import read_ranks
 from data.stream.schedule import schedule_of
+from launch.hosts.own_gpus import ranks_of_gpus
+from launch.hosts.place import add_place, planned_world
 from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
 from model.decoder import Decoder
 from parallel import tensor
@@ -51,14 +52,14 @@ META = torch.device("meta")
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.dryrun`; returns the exit status."""
     parser = Parser(prog="make dryrun", description=__doc__)
-    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
+    add_place(parser)
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         recipe_name, *overrides = arguments_of(options)
-        seen = collect(recipe_name, overrides, options.world, options.rank)
+        seen = collect(recipe_name, overrides, planned_world(options), options.rank)
     except UserError as error:
         return refuse(error)
     print(json.dumps(seen, indent=2) if options.json else text(seen))
@@ -66,11 +67,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def collect(
-    recipe_name: str, overrides: Sequence[str], world: str | None = None, rank: str = "0"
+    recipe_name: str, overrides: Sequence[str], world: int | None = None, rank: str = "0"
 ) -> dict[str, Any]:
     """All values of the output, as plain JSON. Raises UserError with every problem."""
     recipe = compose(recipe_name, overrides, ds_problems).recipe
-    ranks = recipe.parallel.model_ranks if world is None else read_ranks("WORLD", world)
+    ranks = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
     resolved = resolve(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(resolved.config)

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from base.command_line import Parser, refuse
 from base.errors import UserError
 from recipes.check import knob_names
-from recipes.compose import GROUPS, group_options
+from recipes.compose import group_options
+from recipes.overrides import GROUPS
 from recipes.schema import Recipe
 from runtime.ds_config.keys import KEYS, OWNED
 

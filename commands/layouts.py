@@ -19,7 +19,9 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.table import table
 from base.units import GIB
-from base.values import counted, read_ranks
+from base.values import counted
+from launch.hosts.own_gpus import ranks_of_gpus
+from launch.hosts.place import add_place, planned_world
 from parallel.communication_volume import context_bytes, pipeline_bytes, tensor_bytes
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
@@ -35,15 +37,14 @@ SHOWN = 40
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.layouts`; returns the exit status."""
     parser = Parser(prog="make layouts", description=__doc__)
-    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
+    add_place(parser)
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
     add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         recipe_name, *overrides = arguments_of(options)
         recipe = compose(recipe_name, overrides).recipe
-        fewest = recipe.parallel.model_ranks
-        world = fewest if options.world is None else read_ranks("WORLD", options.world)
+        world = planned_world(options) or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
         own = load_preset(recipe.zero).stage
     except UserError as error:
         return refuse(error)
@@ -145,7 +146,7 @@ def _row(recipe: Recipe, layout: Layout, gib: float) -> list[str]:
         sum(context_bytes(recipe, layout, micro_batches).values()),
         2 * pipeline_bytes(recipe, layout, micro_batches) if layout.pipeline > 1 else 0,
     ]
-    bubble = (layout.pipeline - 1) / (micro_batches + layout.pipeline - 1)
+    bubble = layout.bubble(micro_batches)
     return [
         *(str(getattr(layout, axis)) for axis in ("tensor", "context", "pipeline", "data")),
         str(layout.stage),

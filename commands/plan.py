@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.command_line import Parser, add_words, refuse, words_of
+from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import read_ranks
 from plan.choose import FREE, compose_free, given_knobs, tokens_of
@@ -36,20 +36,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shown", default="10", help="rows of the ranking")
     parser.add_argument("--picture", default="", help="write an SVG picture to this file")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_words(parser, "+", "recipe, then overrides")
+    add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
-        name, *words = words_of(options)
-        words += [f"cluster={options.cluster}"] if options.cluster else []
-        print("\n".join(answer(name, words, options)))
+        name, *overrides = arguments_of(options)
+        overrides += [f"cluster={options.cluster}"] if options.cluster else []
+        print("\n".join(answer(name, overrides, options)))
     except UserError as error:
         return refuse(error)
     return 0
 
 
-def answer(name: str, words: list[str], options) -> list[str]:
+def answer(name: str, overrides: list[str], options) -> list[str]:
     """The lines to print. Raises UserError."""
-    recipe = compose_free(name, words).recipe
+    recipe = compose_free(name, overrides).recipe
     machine, assumed = machine_for(recipe)
     world = ranks(options, recipe)
     if options.versus:
@@ -59,9 +59,9 @@ def answer(name: str, words: list[str], options) -> list[str]:
                 f"VERSUS={options.versus!r}: give two sets of overrides with one | between them,"
                 ' such as VERSUS="zero=3|parallel.tensor=2 zero=1"'
             )
-        pair = [best_of(name, [*words, *side.split()], world) for side in sides]
+        pair = [best_of(name, [*overrides, *side.split()], world) for side in sides]
         return versus(*pair)
-    fixed = given_knobs(words)
+    fixed = given_knobs(overrides)
     free = [knob for knob in FREE if knob not in fixed]
     found = search(recipe, world, machine, free)
     winner = found.winner
@@ -79,17 +79,17 @@ def answer(name: str, words: list[str], options) -> list[str]:
     lines = report(found, winner, assumed, tokens, int(options.shown))
     hosts = -(-world // machine.gpus_per_node)
     place = f"NPROC={world}" if hosts == 1 else f"HOSTFILE=hosts NPROC={machine.gpus_per_node}"
-    other = " ".join(word for word in words if word.partition("=")[0] not in fixed)
+    other = " ".join(word for word in overrides if word.partition("=")[0] not in fixed)
     overrides = f"{other} {winner.knobs}".strip()
     lines += ["", "run it", f'  make pretrain RECIPE={name} {place} OVERRIDES="{overrides}"']
     return lines
 
 
-def best_of(name: str, words: list[str], world: int):
+def best_of(name: str, overrides: list[str], world: int):
     """The best option under some overrides. Raises UserError where none fits."""
-    recipe = compose_free(name, words).recipe
+    recipe = compose_free(name, overrides).recipe
     machine, _ = machine_for(recipe)
-    fixed = given_knobs(words)
+    fixed = given_knobs(overrides)
     found = search(recipe, world, machine, [knob for knob in FREE if knob not in fixed])
     winner = found.winner or (found.large[0] if found.large else None)
     if winner is None:

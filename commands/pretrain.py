@@ -39,7 +39,6 @@ from base.exits import FAILED
 from base.lossy_output import make_lossy
 from base.parent_death import signal_at_parent_death
 from base.units import GIB
-from base.values import read_ranks
 from data.stream.schedule import schedule_of
 from data.stream.sources import corpus_problems
 from data.stream.stream import open_stream
@@ -47,9 +46,9 @@ from launch.budget import Budget
 from launch.hosts import network
 from launch.hosts.facts import gather, gpus, remove_stale_locks
 from launch.hosts.fleet import Fleet
-from launch.hosts.hostfile import MOST_SLOTS, ranks_per_host
-from launch.hosts.judge import Need, ailing
-from launch.hosts.place import Place, add_place, read_place
+from launch.hosts.judge import Need, ailing, cards_of
+from launch.hosts.own_gpus import DEVICES, idle_gpus, num_visible, ranks_of_gpus, refused
+from launch.hosts.place import Place, add_place, planned_world, ranks_on_each, read_place
 from launch.hosts.preflight import Inspection, wanted_port
 from launch.hosts.spares import SpareWatch
 from launch.hosts.variables import left_here, passed, watched
@@ -83,18 +82,18 @@ def main(arguments: list[str]) -> int:
     keep_to_owner()
     allow_open_files()
     try:
-        ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
-        place = read_place(options)
-        arguments = arguments_of(options)
+        place, given = read_place(options), arguments_of(options)
+        per_host = ranks_on_each(options, place)
+        recipe = composed(given)
         if options.check:
-            check(arguments, ranks or 1)
+            check(recipe, planned_world(options) or ranks_of_gpus(recipe) or 1)
             return 0
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
         if place is None:
-            return start_here(arguments, ranks or 1, options.once)
-        status = start_across(arguments, place, ranks, options.once)
+            return start_here(recipe, given, per_host, options.once)
+        status = start_across(recipe, given, place, per_host, options.once)
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
@@ -113,7 +112,6 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a variable of make that was not given comes as an empty text."""
     parser = Parser(prog="python -m commands.pretrain", description=__doc__)
-    parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
     add_place(parser)
     parser.add_argument("--check", action="store_true", help="refuse what would be, start nothing")
     parser.add_argument("--once", action="store_true", help="never start again after a failure")
@@ -122,19 +120,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def start_here(arguments: list[str], ranks: int, once: bool) -> int:
-    """Check the recipe and start ranks of this machine; returns the exit status."""
+def start_here(recipe: Recipe, arguments: list[str], ranks: int | None, once: bool) -> int:
+    """Check the recipe and start ranks of this machine; returns the exit status.
+
+    Without a number of `ranks` all GPUs get one, as far as the recipe can use them.
+    """
+    is_given, ranks = ranks is not None, ranks or ranks_of_gpus(recipe) or 1
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
     if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
         raise UserError(*(f"{line}; unset it" for line in wrong))
-    recipe = check(arguments, ranks).recipe
+    check(recipe, ranks)
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run)
     forget(supervisor_log.folder)  # requests to an attempt that is over
-    run = RunHere(recipe, arguments, ranks, port)
+    run = RunHere(recipe, arguments, ranks, port, is_given)
     facts = functools.partial(host_facts, os.environ)
     with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
         return keep_alive(run, recipe, supervisor_log, once, stop_signals, alert, facts)
@@ -148,16 +150,26 @@ class RunHere:
     arguments: list[str]
     ranks: int
     port: int | None
+    is_given: bool  # the number of ranks
 
     def prepare(self, attempt: Attempt | None) -> AttemptStart:
-        """Look at the GPUs, as the doctor does on other hosts. Raises UserError."""
+        """Examine the GPUs, as the doctor does on other hosts. Raises UserError."""
         if self.recipe.cluster.device != "cpu":
             found = gpus()
             if "problem" in found:
                 print(f"warning: GPUs: {found['problem']}", file=sys.stderr)
-            if problems := ailing(found.get("cards", []), self.ranks, os.environ):
+            cards = found.get("cards", [])
+            if problems := ailing(cards, self.ranks, os.environ):
                 raise UserError(*problems)
+            if attempt is None:
+                self.report_idle(num_visible(cards, os.environ.get(DEVICES)))
         return AttemptStart(self.ranks, self.live)
+
+    def report_idle(self, gpus: int) -> None:
+        """Print how many of the GPUs stay idle, and why."""
+        why = None if self.is_given else refused(self.recipe, gpus)
+        for line in idle_gpus(gpus, self.ranks, why=why):
+            log(line)
 
     def live(
         self, screen: Screen, stop_signals: StopSignals, variables: dict[str, str], has_begun: bool
@@ -170,20 +182,17 @@ class RunHere:
         )  # fmt: skip
 
 
-def start_across(arguments: list[str], place: Place, nproc: int | None, once: bool) -> int:
+def start_across(
+    recipe: Recipe, arguments: list[str], place: Place, per_host: int, once: bool
+) -> int:
     """Check the recipe, then the hosts, and start ranks on them; returns the exit status."""
-    hosts = place.cluster.hosts
-    if nproc is None and hosts[0].slots == MOST_SLOTS:
-        raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
-    per_host = ranks_per_host([*hosts, *place.spares], nproc)
-    checked = check(arguments, per_host * len(hosts))
-    recipe = checked.recipe
+    checkpoint_gib = check(recipe, per_host * len(place.cluster.hosts))
     if problem := split_group_problem(recipe, per_host, "NPROC"):
         raise UserError(problem)
     environment = passed(os.environ, place.named)
     report_variables(place, environment)
     inspection = Inspection(
-        need=Need(per_host, recipe.cluster.device, checked.checkpoint_gib),
+        need=Need(per_host, recipe.cluster.device, checkpoint_gib),
         environment=environment,
         folders=[source.corpus for source in recipe.data.sources.values()],
         port=wanted_port(os.environ),
@@ -194,7 +203,7 @@ def start_across(arguments: list[str], place: Place, nproc: int | None, once: bo
     with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
         fleet = Fleet(
             place, inspection, replace(recipe.restart, attempts=0) if once else recipe.restart,
-            supervisor_log, lambda hosts: check(arguments, per_host * hosts, is_running=True),
+            supervisor_log, lambda hosts: check(recipe, per_host * hosts, is_running=True),
             alert=alert,
         )  # fmt: skip
         run = RunAcross(recipe, arguments, per_host, fleet)
@@ -219,6 +228,11 @@ class RunAcross:
         """Find hosts that are fit. Raises UserError."""
         ends = attempt.ends if attempt else ()
         self.fleet.prepare(attempt, {end.host for end in ends if end.is_lost})
+        if attempt is None and self.recipe.cluster.device != "cpu":
+            for host, facts in self.fleet.facts.items():
+                gpus = len(cards_of(facts))
+                for line in idle_gpus(gpus, self.per_host, f"{host}: "):
+                    log(line)
         return AttemptStart(self.per_host * len(self.fleet.cluster.hosts), self.live)
 
     def live(
@@ -346,19 +360,16 @@ def hang_up_with_parent() -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A recipe that can start. `checkpoint_gib` = free space that two of its checkpoints take."""
-
-    recipe: Recipe
-    checkpoint_gib: float
+def composed(arguments: list[str]) -> Recipe:
+    """The recipe of a command line. Raises UserError with every problem."""
+    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
 
 
-def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked:
-    """Raise UserError unless the run can start; builds the embedded corpora it names."""
-    recipe = compose_command(
-        arguments, ds_problems, lambda data: corpus_problems(data, ROOT)
-    ).recipe
+def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
+    """Raise UserError unless the run can start; builds the embedded corpora that it names.
+
+    Returns the GiB of two of its checkpoints.
+    """
     try:
         schedule = schedule_of(recipe)
         resolved = resolve(recipe, ranks, schedule)
@@ -374,7 +385,7 @@ def check(arguments: list[str], ranks: int, is_running: bool = False) -> Checked
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return Checked(recipe, 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB)
+    return 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`make profile`: trains some steps of a run again under torch's profiler and reports their time.
 
-    python -m commands.profile --run RUN [--steps 10:15] [--nproc N] [-- overrides]
+    python -m commands.profile --run RUN [--steps 10:15] [--nproc N | --world N] [-- overrides]
 
     runs/RUN/recipe.yaml -> a new run RUN-profile, from its start to the last of the steps
       -> runs/RUN-profile/profile/: rank-*.trace.json.gz (Perfetto), report.md
@@ -30,9 +30,10 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import table
-from base.values import read_ranks, read_steps
+from base.values import read_steps
 from compare.folder import RUNS
 from compare.report import pipes
+from launch.hosts.place import add_place, place_variables, planned_world, start_options
 from recipes.compose import compose
 from record.records import read_metrics
 from record.resuming import as_words, data_of
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="make profile", description=__doc__)
     parser.add_argument("--run", required=True, help="a run under runs/")
     parser.add_argument("--steps", default="10:15", help="A:B, the steps A to B-1")
-    parser.add_argument("--nproc", help="ranks; default: the run's")
+    add_place(parser)
     add_overrides(parser, "*", "overrides")
     options = parser.parse_args(arguments)
     try:
@@ -102,9 +103,8 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
         problems.append(f"STEPS={options.steps!r} {error}")
     ranks = 1
     try:
-        if options.nproc is not None:
-            ranks = read_ranks("NPROC", options.nproc)
-        elif not problems:
+        ranks = planned_world(options)
+        if ranks is None and not problems:
             ranks = json.loads((source / "layout.json").read_text())["world"]
     except UserError as error:
         problems += error.problems
@@ -118,7 +118,7 @@ def prepare(options: argparse.Namespace) -> tuple[list[str], Path]:
         "checkpoint.interval=0", "checkpoint.at_end=false", f"stop_after={steps[-1]}",
         f"log.profile={options.steps}", *options.arguments, f"run={folder.name}",
     ]  # fmt: skip
-    options = ["--with-parent", "--once", "--nproc", str(ranks)]
+    options = ["--with-parent", "--once", *start_options(place_variables(options), ranks)]
     return [sys.executable, "-m", "commands.pretrain", *options, "--", *arguments], folder
 
 

@@ -1,6 +1,6 @@
 """`make replay`: trains a suspicious step again, twice, and compares the results by bits.
 
-    python -m commands.replay RUN --step N [--nproc N]
+    python -m commands.replay RUN --step N [--nproc N | --world N] [--hostfile FILE]
 
     whole checkpoint before STEP (linked), or the start of the run where none was saved before it
     -> runs/RUN.replay-STEP.1, .2: the steps up to STEP, trained again with the recorded recipe and
@@ -32,11 +32,12 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED
 from base.paths import ROOT
 from base.table import table
-from base.values import counted, read_ranks
+from base.values import counted
 from checkpoint.format.manifest import committed
 from checkpoint.lineage import lineage, read, segments
 from checkpoint.load.choosing import verify
 from data.stream.ledger import read_ledger
+from launch.hosts.place import add_place, place_variables, planned_world, start_options
 from recipes.check import to_recipe
 from recipes.compose import recipe_yaml
 from record import environment, history
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="a run under runs/")
     parser.add_argument("--step", default="", help="the step to be repeated")
     parser.add_argument("--segment", default="", help="default: the current one")
-    parser.add_argument("--nproc", default="", help="ranks; default: the recorded number")
+    add_place(parser)
     options = parser.parse_args(arguments)
     try:
         request = ReplayRequest(options)
@@ -143,8 +144,9 @@ class ReplayRequest:
         self.recorded = compared(metrics, self.lineage.own(read_ledger(self.folder / "ledger")))
         began, is_one = self.start_of_step()
         self.recipe, self.place = began["recipe"], place(began)
-        self.nproc = read_ranks("NPROC", options.nproc) if options.nproc else world_of(began)
-        self.is_same_layout = is_one and self.nproc == world_of(began)
+        self.world = planned_world(options) or world_of(began)
+        self.start = start_options(place_variables(options), self.world)
+        self.is_same_layout = is_one and self.world == world_of(began)
         taken = [self.folder_of(n) for n in TRIES if os.path.lexists(self.folder_of(n))]
         if taken:
             raise UserError(f"{taken[0]} is left from another replay; remove it")
@@ -211,10 +213,10 @@ def replayed(request: ReplayRequest, number: int) -> tuple[list[ComparedStep], d
     folder = request.folder_of(number)
     prepare(request, folder)
     steps = f"steps {request.before + 1} to {request.step}"
-    print(f"try {number}: {steps} on {counted(request.nproc, 'rank')}", flush=True)
+    print(f"try {number}: {steps} on {counted(request.world, 'rank')}", flush=True)
     command = [
         sys.executable, "-m", "commands.pretrain", "--with-parent",
-        "--nproc", str(request.nproc), "--",
+        *request.start, "--",
         f"recipe=runs/{folder.name}/recipe.yaml", f"run={folder.name}",
         f"stop_after={request.step}",
     ]  # fmt: skip

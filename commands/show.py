@@ -1,6 +1,6 @@
 """`make show`: what a recipe would do on a number of ranks. Starts nothing, needs no GPU.
 
-    python -m commands.show [--world 64] [--json] -- 7b zero=2
+    python -m commands.show [--world 64 | --nproc 8 --hostfile hosts] [--json] -- 7b zero=2
 
 Prints the composed recipe with the origin of each knob, the layout, the length of the run, the
 exact DeepSpeed JSON with the origin of each key, and the bytes of training state. One rule: it
@@ -20,31 +20,35 @@ from base.errors import UserError
 from base.paths import ROOT
 from base.table import scaled, table
 from base.units import GIB
-from base.values import counted, read_ranks
+from base.values import counted
 from data.stream.schedule import Schedule, schedule_of
 from data.stream.sources import drawn
 from data.stream.stream import open_stream
+from launch.hosts.own_gpus import ranks_of_gpus
+from launch.hosts.place import add_place, planned_world
 from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
-from recipes.compose import Composed, compose
+from recipes.compose import compose
+from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
+from runtime.ds_config.key_rules import kernel_problems
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import ON_HOST, of_layout
+from runtime.process.visible_gpus import visible_gpus
 from runtime.resolve import Resolved, resolve
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.show`; returns the exit status."""
     parser = Parser(prog="make show", description=__doc__)
-    parser.add_argument("--world", help="ranks; default: the fewest the recipe runs on")
+    add_place(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     add_overrides(parser, "+", "recipe, then overrides")
     options = parser.parse_args(arguments)
     try:
         recipe_name, *overrides = arguments_of(options)
-        world = None if options.world is None else read_ranks("WORLD", options.world)
-        shown = collect(recipe_name, overrides, world)
+        shown = collect(recipe_name, overrides, planned_world(options))
     except UserError as error:
         return refuse(error)
     print(json.dumps(shown, indent=2) if options.json else text(shown))
@@ -55,9 +59,13 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
     """Everything that is shown, as plain values. Raises UserError with every problem."""
     composed = compose(recipe_name, overrides, ds_problems)
     recipe = composed.recipe
-    world = world or recipe.parallel.model_ranks
+    world = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
+    if recipe.cluster.device == "auto" and not visible_gpus():
+        problems = kernel_problems(resolved.config, "cpu: this machine shows no GPU")
+        if problems:
+            raise UserError(*problems)
     confirm(resolved.config)
     sources, refused = usage(recipe, schedule, resolved.last_step)
     return {
@@ -83,6 +91,7 @@ def length(recipe: Recipe, resolved: Resolved, schedule: Schedule) -> dict[str, 
         "parameters": resolved.num_parameters,
         "steps": resolved.total_steps,
         "last_step": resolved.last_step,
+        "rounding": resolved.rounding,
         "warmup_steps": resolved.warmup_steps,
         "tokens": tokens,
         "tokens_per_parameter": tokens / resolved.num_parameters,
@@ -173,6 +182,7 @@ def text(shown: dict[str, Any]) -> str:
         " tokens"
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
+        *(f"  {line}" for line in [run["rounding"]] if line),
         *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",

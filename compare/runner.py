@@ -30,6 +30,7 @@ from base.paths import ROOT
 from base.units import duration
 from compare.folder import RUNS, record_outcome
 from compare.variants import ComparisonPlan, Turn, problem_lines
+from launch.hosts.place import start_options
 from record.records import METRICS, read_events, read_metrics
 from runtime.log.console import number
 from runtime.log.metrics import summary
@@ -59,7 +60,7 @@ def refused(plan: ComparisonPlan, turn: Turn) -> list[str]:
     """Problems for which the launcher refuses a run."""
     if is_finished(RUNS / turn.run, plan.steps):
         return []
-    command = [*entry(plan.ranks, "--check"), *plan.arguments(turn)]
+    command = [*entry(plan, "--check"), *plan.arguments(turn)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
@@ -67,9 +68,10 @@ def refused(plan: ComparisonPlan, turn: Turn) -> list[str]:
     return lines or [f"the check ended with status {done.returncode}: {done.stderr[-500:].strip()}"]
 
 
-def entry(ranks: int, *options: str) -> list[str]:
+def entry(plan: ComparisonPlan, *options: str) -> list[str]:
     """Command of `make pretrain` without the overrides of the run."""
-    return [sys.executable, "-m", "commands.pretrain", *options, "--nproc", str(ranks), "--"]
+    place = start_options(plan.place, plan.ranks)
+    return [sys.executable, "-m", "commands.pretrain", *options, *place, "--"]
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -151,7 +153,7 @@ def run_one(plan: ComparisonPlan, turn: Turn, folder: Path, moved: Callable[[int
 
     `moved(steps)` is called with the number of recorded steps while the run trains.
     """
-    command = [*entry(plan.ranks, "--with-parent", "--once"), *plan.arguments(turn)]
+    command = [*entry(plan, "--with-parent", "--once"), *plan.arguments(turn)]
     with open(log_of(folder, turn), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()

@@ -19,7 +19,8 @@ from typing import Any
 from base.errors import UserError
 from compare.ranking import LOSS, SPEED
 from recipes.check import LONGEST_NAME, folder_name
-from recipes.compose import compose_command, sweep_values
+from recipes.compose import compose_command
+from recipes.overrides import sweep_values
 from recipes.schema import Recipe
 from runtime.resolve import Resolved
 
@@ -73,6 +74,7 @@ class ComparisonPlan:
     variants: tuple[Variant, ...]
     rank: str = SPEED
     first_seed: int | None = None  # of round 1, where each round has a seed of its own
+    place: tuple[str, ...] = ()  # variables of make that name the hosts, such as HOSTFILE=hosts
 
     def turns(self) -> list[Turn]:
         """All runs, in the order in which they are started."""
@@ -99,12 +101,11 @@ class ComparisonPlan:
         return [*own, *seeds, f"run={turn.run}"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for comparison.json; those of older versions have no rank and no seed."""
+        """Plain values for comparison.json; those of older versions lack rank, seed and place."""
         fields = json.loads(json.dumps(dataclasses.asdict(self)))
-        if self.rank == SPEED:
-            del fields["rank"]
-        if self.first_seed is None:
-            del fields["first_seed"]
+        for name, usual in (("rank", SPEED), ("first_seed", None), ("place", [])):
+            if fields[name] == usual:
+                del fields[name]
         return {"kind": "sweep", **fields}
 
 
@@ -119,11 +120,13 @@ def plan(
     resolve: Any,
     rank: str = SPEED,
     has_seeds: bool = False,
+    place: tuple[str, ...] = (),
 ) -> ComparisonPlan:
     """Plan the comparison that a command line asks for.
 
     With `has_seeds` each of the `repeats` rounds has another seed. `resolve(recipe)` returns the
-    Resolved of a recipe on `ranks` ranks. Raises UserError with every problem of every variant.
+    Resolved of a recipe on `ranks` ranks; `place` names the hosts of the runs. Raises UserError
+    with every problem of every variant.
     """
     # Refuse what is wrong with the sweep itself.
     values = sweep_values(sweep)
@@ -162,7 +165,7 @@ def plan(
         ]
     return ComparisonPlan(
         name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats, tuple(variants), rank,
-        seed if has_seeds else None,
+        seed if has_seeds else None, place,
     )  # fmt: skip
 
 

@@ -7,16 +7,12 @@ Qwen2 or Qwen3 without renaming a weight. Qwen2 differs from Llama by `qkv_bias`
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
-# (qkv_bias, qk_norm) -> the Hugging Face family with exactly these weights.
-FAMILIES = {
-    (False, False): ("llama", "LlamaForCausalLM"),
-    (True, False): ("qwen2", "Qwen2ForCausalLM"),
-    (False, True): ("qwen3", "Qwen3ForCausalLM"),
-}
+from model.families import ACTIVATIONS, family_of
 
 SIZES = (
     "vocab_size",
@@ -27,7 +23,9 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-EXPORTED = (*SIZES, "head_dim", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
+EXPORTED = (
+    *SIZES, "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"
+)  # fmt: skip
 
 
 class DecoderConfig(PretrainedConfig):
@@ -50,6 +48,7 @@ class DecoderConfig(PretrainedConfig):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         max_position_embeddings: int = 2048,
+        hidden_act: str = "silu",
         rope_theta: float = 10000.0,
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
@@ -58,15 +57,19 @@ class DecoderConfig(PretrainedConfig):
         initializer_range: float = 0.02,
         **kwargs: Any,
     ):
-        self.vocab_size = vocab_size
+        # NumPy's integers would overflow in products and cannot be written as JSON.
+        hidden_size, num_attention_heads = _of_python(hidden_size), _of_python(num_attention_heads)
+        num_key_value_heads, head_dim = _of_python(num_key_value_heads), _of_python(head_dim)
+        self.vocab_size = _of_python(vocab_size)
         self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
+        self.intermediate_size = _of_python(intermediate_size)
+        self.num_hidden_layers = _of_python(num_hidden_layers)
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = (
             num_attention_heads if num_key_value_heads is None else num_key_value_heads
         )
-        self.max_position_embeddings = max_position_embeddings
+        self.max_position_embeddings = _of_python(max_position_embeddings)
+        self.hidden_act = hidden_act
         self.rope_theta = rope_theta
         self.rms_norm_eps = rms_norm_eps
         self.qkv_bias = qkv_bias
@@ -83,6 +86,10 @@ class DecoderConfig(PretrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
 
 
+def _of_python(value: Any) -> Any:
+    return int(value) if isinstance(value, numbers.Integral) else value
+
+
 def _problems(config: DecoderConfig) -> list[str]:
     problems = [
         f"{name}={getattr(config, name)!r} is not a whole number >= 1"
@@ -97,10 +104,11 @@ def _problems(config: DecoderConfig) -> list[str]:
         config.num_key_value_heads,
         config.hidden_size,
     )
-    if hidden % heads:
+    if config.head_dim is None and hidden % heads:
         problems.append(
             f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
-            f"nearest: {max(1, hidden // heads) * heads} or {(hidden // heads + 1) * heads}"
+            f"nearest: {max(1, hidden // heads) * heads} or {(hidden // heads + 1) * heads}, or"
+            " set head_dim"
         )
     if heads % kv_heads:
         legal = [number for number in range(1, heads + 1) if heads % number == 0]
@@ -114,6 +122,8 @@ def _problems(config: DecoderConfig) -> list[str]:
             f"head_dim={head_dim!r} is not an even number >= 2 (rotary positions turn pairs); "
             "set head_dim, or other hidden_size and num_attention_heads"
         )
+    if config.hidden_act not in ACTIVATIONS:
+        problems.append(f"hidden_act={config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
     for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
         if not getattr(config, name) > 0:
             problems.append(f"{name}={getattr(config, name)!r} is not above 0")
@@ -124,16 +134,10 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` of these weights for Transformers and vLLM, as Llama, Qwen2 or Qwen3.
 
     Names in the state dict are equal, so an export is this dict and the weights. Special token ids
-    are those set on `config`, else None. Raises ValueError for `qkv_bias` with `qk_norm`: no family
-    has both without other biases.
+    are those set on `config`, else None. Raises ValueError where no family has these weights
+    (`model.families`).
     """
-    try:
-        model_type, architecture = FAMILIES[bool(config.qkv_bias), bool(config.qk_norm)]
-    except KeyError:
-        raise ValueError(
-            "qkv_bias=True with qk_norm=True has no Hugging Face counterpart (Qwen2 has the first, "
-            "Qwen3 the second); set one of them to False to export"
-        ) from None
+    model_type, architecture = family_of(config)
     exported = {name: getattr(config, name) for name in EXPORTED}
     exported |= {
         name: getattr(config, name, None)
@@ -142,7 +146,7 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     # Transformers 5 reads `rope_parameters`, most other loaders `rope_theta`.
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     exported |= {"rope_theta": config.rope_theta, "rope_parameters": rope}
-    exported |= {"model_type": model_type, "architectures": [architecture], "hidden_act": "silu"}
+    exported |= {"model_type": model_type, "architectures": [architecture]}
     if model_type == "qwen2":
         return exported | {"use_sliding_window": False}
     return exported | {

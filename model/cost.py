@@ -10,8 +10,10 @@ heads, K key/value heads, T tokens of a sequence.
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BYTES = {"bf16": 2, "fp32": 4}
 CHOICES = "none, selective, full or every-K (every-2: every second block)"  # of recompute
@@ -57,32 +59,63 @@ class Activations:
         return self.saved + self.workspace
 
 
+class ExactShape(NamedTuple):
+    """A shape in Python's integers, which do not overflow as NumPy's and torch's do."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def exact(shape) -> ExactShape:
+    """The exact form of a shape; head_dim is H / A where it is None.
+
+    Raises TypeError for a size that is no whole number, such as 4096.0.
+    """
+    sizes = {name: operator.index(getattr(shape, name)) for name in ExactShape._fields[:6]}
+    given = shape.head_dim
+    width = sizes["hidden_size"] // sizes["num_attention_heads"]
+    flags = {name: bool(getattr(shape, name)) for name in ExactShape._fields[7:]}
+    return ExactShape(**sizes, head_dim=width if given is None else operator.index(given), **flags)
+
+
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Number of tokens whose logits exist at one time."""
-    return max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"]) // vocab_size)
+    largest = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cuda"])
+    return max(1, largest // operator.index(vocab_size))
 
 
 def head_dim(shape) -> int:
     """D: as given, or H / A."""
-    return shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    return exact(shape).head_dim
 
 
-def _widths(shape) -> tuple[int, int, int]:
-    """head_dim, width of all query heads, width of all key heads."""
-    width = head_dim(shape)
-    return width, shape.num_attention_heads * width, shape.num_key_value_heads * width
+def _widths(shape: ExactShape) -> tuple[int, int]:
+    """Width of all query heads, width of all key heads."""
+    return (
+        shape.num_attention_heads * shape.head_dim,
+        shape.num_key_value_heads * shape.head_dim,
+    )
 
 
-def _matrices(shape) -> int:
+def _matrices(shape: ExactShape) -> int:
     """Parameters of one block that are multiplied with each token: 2 H A D + 2 H K D + 3 H I."""
-    _, query, key = _widths(shape)
+    query, key = _widths(shape)
     return shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size)
 
 
 def parameters(shape) -> Parameters:
-    """The split of `num_parameters`."""
-    _, query, key = _widths(shape)
-    norms = 2 * shape.hidden_size + (2 * head_dim(shape) if shape.qk_norm else 0)
+    """The numbers of parameters of a shape, by place."""
+    shape = exact(shape)
+    query, key = _widths(shape)
+    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
     block = _matrices(shape) + norms + (query + 2 * key if shape.qkv_bias else 0)
     embedding = shape.vocab_size * shape.hidden_size
     head = 0 if shape.tie_word_embeddings else embedding
@@ -116,20 +149,21 @@ def flops_per_token(shape, seq_len: int, convention: str = "palm") -> int:
         return 6 * num_parameters(shape)
     if convention != "palm":
         raise ValueError(f"convention={convention!r} is not one of 'palm', '6n'")
-    _, query, _ = _widths(shape)
+    shape, seq_len = exact(shape), operator.index(seq_len)
+    query, _ = _widths(shape)
     matrices = shape.num_hidden_layers * _matrices(shape) + shape.vocab_size * shape.hidden_size
     return 6 * matrices + 12 * shape.num_hidden_layers * query * seq_len
 
 
-def _block_bytes_per_token(shape, width: int) -> int:
+def _block_bytes_per_token(shape: ExactShape, width: int) -> int:
     """Bytes per token that one block keeps for its backward, eager, with fused attention.
 
     In elements of `width` bytes: both norms' inputs and outputs 4 H; q, k (rotated), v and the
-    attention's output 2 A D + 2 K D; with qk_norm also q and k before it; gate, up, silu(gate) and
-    their product 4 I. In fp32: one number per token and norm row, and the log-sum-exp of every
-    query head.
+    attention's output 2 A D + 2 K D; with qk_norm also q and k before it; gate (for relu2:
+    relu(gate)), up, act(gate) and their product 4 I. In fp32: one number per token and norm row,
+    and the log-sum-exp of every query head.
     """
-    _, query, key = _widths(shape)
+    query, key = _widths(shape)
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     elements = 4 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
     rows = 2 + heads
@@ -139,13 +173,13 @@ def _block_bytes_per_token(shape, width: int) -> int:
     return width * elements + 4 * rows
 
 
-def _selective_bytes_per_token(shape, width: int) -> int:
+def _selective_bytes_per_token(shape: ExactShape, width: int) -> int:
     """Bytes per token that a block with selective recomputation keeps.
 
     They are its input, the outputs of the seven products and of attention, and attention's
     log-sum-exp in fp32.
     """
-    _, query, key = _widths(shape)
+    query, key = _widths(shape)
     elements = 3 * shape.hidden_size + 2 * query + 2 * key + 2 * shape.intermediate_size
     return width * elements + 4 * shape.num_attention_heads
 
@@ -184,11 +218,12 @@ def activation_bytes(
     block, the (T x T) mask of the masked attention that only CPUs use, and on a CPU without bf16
     units the fp32 copies its kernels work on.
     """
-    width, tokens = BYTES[precision], micro_batch * seq_len
+    shape = exact(shape)
+    width, tokens = BYTES[precision], operator.index(micro_batch) * operator.index(seq_len)
     block = _block_bytes_per_token(shape, width)
     # Token ids (int64) for the embedding's backward; the last norm's input and row statistic; the
     # loss's gradient of the last hidden state; the rotary tables.
-    ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * head_dim(shape)
+    ends = 8 + 2 * width * shape.hidden_size + 4 + 2 * width * shape.head_dim
     layers = shape.num_hidden_layers
     again = blocks_recomputed(recompute, layers)
     if recompute == "selective":

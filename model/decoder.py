@@ -63,18 +63,28 @@ class Attention(nn.Module):
         return self.o_proj(heads)
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# `hidden_act` -> function of the gate: SwiGLU and GEGLU (Shazeer, 2020), squared ReLU (So et al.,
+# 2021).
+GATES = {"silu": F.silu, "gelu": F.gelu, "relu2": _relu2}
+
+
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer, 2020)."""
+    """down(act(gate(x)) * up(x)), (batch, seq, hidden) -> the same; `act` is `hidden_act`."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = GATES[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.enter(hidden)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.act(gate) * up)
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """gate and up, (batch, seq, intermediate)."""

@@ -64,6 +64,14 @@ class Layout:
         """Ranks over which ZeRO shards: context ranks hold the same weights, like data ranks."""
         return self.data * self.context
 
+    def bubble(self, micro_batches: int) -> float:
+        """Share of a step (0..1) that a pipeline stage idles, by micro-batches per rank and step.
+
+        It is (p - 1) / (m + p - 1), as in any schedule of one forward and one backward in turn
+        (Narayanan et al., 2019).
+        """
+        return (self.pipeline - 1) / (micro_batches + self.pipeline - 1)
+
     @property
     def accumulates(self) -> bool:
         """True where any step of the run sums gradients over several micro-batches."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from base.errors import UserError
-from model.cost import flops_per_token, parameters
+from model.cost import exact, flops_per_token, parameters
 from recipes.schema import Recipe
 
 
@@ -58,6 +58,7 @@ def balanced_bounds(shape, seq_len: int, stages: int) -> tuple[int, ...]:
 
     `shape` has the fields of `recipes.schema.Model`. Every stage gets at least one block.
     """
+    shape = exact(shape)
     layers = shape.num_hidden_layers
     assert 1 <= stages <= layers, (stages, layers)
     block, extra = _costs(shape, seq_len, stages)

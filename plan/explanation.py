@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from base.errors import UserError
 from base.table import scaled, table
 from base.units import GIB
 from base.values import counted
@@ -20,7 +21,6 @@ from plan.outlook import Outlook, outlook
 from plan.ranges import relative_range
 from plan.search import TIE, Found, Option, option_of, summary, why_slower
 from plan.step_time import StepTime, step_time
-from recipes.schema import UserError
 
 BAR = 40  # characters
 KINDS = ("weights", "gradients", "optimizer", "buffers", "activations", "logits", "step")

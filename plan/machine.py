@@ -13,10 +13,10 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
+from base.errors import UserError
 from base.paths import ROOT
 from base.units import GIB
 from base.values import did_you_mean
-from recipes.schema import UserError
 
 PUBLISHED = ROOT / "plan" / "published"
 PEAK_WITHOUT_MEASURE = 0.80  # of the peak, where no matmul was measured (A100 0.87, H100 0.80)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from base.errors import UserError
 from plan.machine import Machine, machine_of
 from plan.memory_use import fits_recompute
 from plan.workload import ENGINES, Job, Profile, Shape
-from recipes.schema import UserError
 
 # What is left out by name: a part of the source or of the model -> the reason, which is printed.
 EXCLUDED = (

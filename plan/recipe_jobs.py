@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
+from base.errors import UserError
 from model.cost import head_dim
 from parallel.layout import Layout
 from plan.machine import Machine, known_gpus, machine_of
 from plan.workload import ENGINES, Job, Shape
-from recipes.schema import Model, Recipe, UserError
+from recipes.schema import Model, Recipe
 from runtime.ds_config.merge import EngineConfig
 
 # Where a cluster file names no GPU: the device type and its peak tell which one is meant.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from base.errors import UserError
 from base.units import GIB
 from base.values import counted
 from parallel.layout import Layout, solve
@@ -24,7 +25,7 @@ from plan.memory_use import AT_EDGE, FITS, TOO_LARGE, StageMemory, verdict, wors
 from plan.recipe_jobs import job_of
 from plan.step_time import StepTime, step_time
 from plan.workload import Job
-from recipes.schema import Parallel, Recipe, UserError
+from recipes.schema import Parallel, Recipe
 from runtime.ds_config.merge import EngineConfig
 from runtime.resolve import json_for
 

@@ -217,7 +217,7 @@ class _Reader:
         for name, inner in value.items():
             if not SAFE_NAME.fullmatch(str(name)) or "." in str(name):
                 read[name] = self.fail(
-                    path, str(name), "is not a name; use letters, digits, dash and underscore"
+                    path, str(name), "is not a name; use ASCII letters, digits, dash and underscore"
                 )
                 continue
             read[name] = self.read_class(kind, inner, f"{path}.{name}")
@@ -448,6 +448,9 @@ def _masks(value: Any) -> tuple[dict[str, Any], ...]:
         if set(item) - {"tokens"} != set(wanted):
             given = ", ".join(map(str, item))
             raise ValueError(f"has an entry with {given}, not {wanted} and, if need be, tokens")
+        if not isinstance(item["source"], str | int) or isinstance(item["source"], bool):
+            shown = as_written(item["source"])
+            raise ValueError(f"has the source {shown}, which is no text; write its name in quotes")
         mask = {"source": str(item["source"]), "documents": _range(item["documents"])}
         mask["steps"] = _range(item["steps"], is_open=True)
         if "tokens" in item:

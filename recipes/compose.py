@@ -6,8 +6,8 @@
 An override sets one value whether or not the recipe has it; a value that is a dict replaces the
 whole dict.
 
-Rule: Hydra does defaults lists, groups and the override grammar, nothing else. It creates no folder
-and changes no directory, `recipes.check` checks what it composed, and no other file imports it.
+Rule: Hydra does defaults lists, groups and the override grammar (`recipes.overrides`), nothing
+else. It creates no folder and changes no directory, and `recipes.check` checks what it composed.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from base.errors import UserError
 from base.paths import ROOT
 from base.values import as_written, did_you_mean
+from recipes import interpolation
 from recipes.check import folder_name, is_text, read_data, to_recipe
+from recipes.composed_file import OF_ONE_START, Composed, plain, read_composed
+from recipes.overrides import Override, is_hydra, one_line, parse
 from recipes.schema import Data, Recipe
 
 RECIPES = ROOT / "recipes"
 ADAM_ONLY = ("beta1", "beta2", "eps")
-GROUPS = ("model", "data", "optim", "cluster")
 CONFIG_ERRORS = (
     HydraException,
     OmegaConfBaseException,
@@ -49,27 +50,8 @@ CONFIG_ERRORS = (
     OSError,
 )
 # YAML 1.1 reads 010 as 8 and 12:30 as 750; on the command line they are 10 and no number.
+TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 MISREAD = re.compile(r"[-+]?(0[0-9_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-
-
-@dataclass(frozen=True)
-class Composed:
-    """A checked recipe, the origin of each dotted knob (absent: the default), and warnings."""
-
-    recipe: Recipe
-    origins: dict[str, str]
-    warnings: list[str]
-    file: Path  # of the recipe
-
-
-@dataclass(frozen=True)
-class Override:
-    """One override of a value; `text` is what was typed after the equals sign."""
-
-    key: str
-    value: Any
-    text: str
-    is_removal: bool
 
 
 def compose(
@@ -86,17 +68,26 @@ def compose(
     are right.
     """
     path = locate(recipe_name)
-    choices, changes, problems, warnings = parse(overrides)
+    given = parse(overrides, lambda group: group_options(group, path.parent))
+    problems = given.problems
+
+    # Compose, and refuse what is not data or not the same in every process.
     try:
-        tree, origins = _hydra(path, choices)
+        tree, origins = _hydra(path, given.choices)
     except CONFIG_ERRORS as error:
         raise UserError(*problems, f"{_shown(path)}: {_reason(error)}") from None
-    problems += [line for change in changes for line in _apply(tree, origins, change)]
-    problems += [f"{key}: hydra settings are not used" for key in origins if _is_hydra(key)]
-    values, missing, broken = _plain(tree)
+    problems += [line for one in given.overrides for line in _apply(tree, origins, one)]
+    problems += [f"{key}: hydra settings are not used" for key in origins if is_hydra(key)]
+    problems += interpolation.refusals(OmegaConf.to_container(tree, resolve=False), origins)
+    found = interpolation.plain_values(tree)
+    values = found.values
+    problems += [_no_text(name, origins) for name in found.typed_keys]
     problems += _targets(values)
+    warnings = [*given.warnings, *_of_one_start(values, origins)]
+
+    # Check every knob.
     try:
-        recipe, more = to_recipe(values, origins, missing, broken)
+        recipe, more = to_recipe(values, origins, found.missing, found.broken)
     except UserError as error:
         problems += error.problems
         ds = values.get("ds")
@@ -109,6 +100,31 @@ def compose(
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
     return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
+
+
+def _of_one_start(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Take instructions of one start out of `values` where a file gives them; returns warnings."""
+    found = []
+    for name in OF_ONE_START:
+        file = origins.get(name)
+        if file is None or file == "override" or name not in values:
+            continue
+        value = values.pop(name)
+        if value != Recipe.__dataclass_fields__[name].default:
+            found.append(
+                f"{name}={as_written(value)} ({file}) has no effect: it is an instruction of one"
+                f" start; give it to that start as an override, OVERRIDES={name}={value}"
+            )
+    return found
+
+
+def _no_text(name: str, origins: dict[str, str]) -> str:
+    """The refusal of a key that is a number or true or false, and no text."""
+    *_, last = name.split(".")
+    return (
+        f"{name}: the key {last} is no text but a number, true or false; write it in quotes in a"
+        f" file, or as {name}...= on the command line"
+    )
 
 
 def idle(recipe: Recipe, origins: dict[str, str]) -> list[str]:
@@ -131,12 +147,33 @@ def compose_command(
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
     check_data: Callable[[Data], list[str]] = lambda data: [],
 ) -> Composed:
-    """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`."""
+    """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`.
+
+    `composed=FILE` in place of `recipe=NAME` reads what a launcher has composed already
+    (`recipes.composed_file`); beside it only instructions of one start are taken.
+    """
+    files = [text.partition("=")[2] for text in arguments if text.startswith("composed=")]
+    if files:
+        return _read_command(files, [text for text in arguments if text[:9] != "composed="])
     recipes_named = [text.partition("=")[2] for text in arguments if text.startswith("recipe=")]
     overrides = [text for text in arguments if not text.startswith("recipe=")]
     if len(recipes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(recipes_named)}; for example recipe=tiny")
     return compose(recipes_named[0], overrides, check_ds, check_data)
+
+
+def _read_command(files: Sequence[str], others: Sequence[str]) -> Composed:
+    """The recipe of a command line `composed=FILE resume=...`. Raises UserError."""
+    given = dict(text.partition("=")[::2] for text in others)
+    unknown = sorted(set(given) - set(OF_ONE_START))
+    if unknown or len(files) > 1:
+        raise UserError(
+            f"composed={files[0]}: the recipe in it is complete; beside it only"
+            f" {', '.join(OF_ONE_START)} can be given, not {', '.join(unknown) or 'another file'}"
+        )
+    found = read_composed(Path(files[0]))
+    recipe, _ = to_recipe({**plain(found.recipe), **given}, found.origins, [])
+    return dataclasses.replace(found, recipe=recipe)
 
 
 def run_name(stem: str) -> str:
@@ -147,43 +184,13 @@ def run_name(stem: str) -> str:
         raise UserError(f"run={stem!r} (the recipe's file name) {error}; give run=NAME") from None
 
 
-def sweep_values(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Key -> the overrides of a sweep: `zero=1,2` is {"zero": ["zero=1", "zero=2"]}.
-
-    Hydra's grammar: lists with commas, choice(...), range(...). Raises UserError with all problems.
-    """
-    parser = OverridesParser.create()
-    found: dict[str, list[str]] = {}
-    problems = []
-    for override in overrides:
-        try:
-            parsed = parser.parse_override(override)
-            key = parsed.key_or_group
-            if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
-                raise ValueError("its values cannot be counted")
-            if parsed.is_sweep_override():
-                values = [f"{key}={value}" for value in parsed.sweep_string_iterator()]
-            else:
-                values = [override]
-        except (HydraException, ValueError) as error:
-            problems.append(
-                f"sweep {override!r} is malformed ({_one_line(error)}); write knob=1,2,3"
-            )
-            continue
-        if key in found:
-            problems.append(f"sweep {key} is given twice; put all its values behind one {key}=")
-        repeated = sorted({value for value in values if values.count(value) > 1})
-        problems += [f"sweep {override!r}: {value} stands there twice" for value in repeated]
-        found[key] = values
-    if problems:
-        raise UserError(*problems)
-    return found
-
-
 def recipe_yaml(recipe: Recipe) -> str:
-    """YAML with every knob and without interpolations; composing it gives the same recipe."""
+    """YAML with every knob of a run and without interpolations; composing it gives the same run.
+
+    Instructions of one start are not in it.
+    """
     note = f"# make pretrain RECIPE=runs/{recipe.run}/recipe.yaml OVERRIDES=run=NEW_NAME\n"
-    return note + OmegaConf.to_yaml(OmegaConf.create(_listed(dataclasses.asdict(recipe))))
+    return note + OmegaConf.to_yaml(OmegaConf.create(plain(recipe)))
 
 
 def recipe_names() -> list[str]:
@@ -191,9 +198,10 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def group_options(group: str) -> list[str]:
-    """Names of the options of one config group."""
-    return sorted(path.stem for path in (RECIPES / group).glob("*.yaml"))
+def group_options(group: str, folder: Path = RECIPES) -> list[str]:
+    """Names of the options of one config group, with those beside a recipe in another folder."""
+    places = {RECIPES / group, folder / group}
+    return sorted({path.stem for place in places for path in place.glob("*.yaml")})
 
 
 def locate(recipe_name: str) -> Path:
@@ -214,63 +222,6 @@ def locate(recipe_name: str) -> Path:
     )
 
 
-def parse(overrides: Sequence[str]) -> tuple[list[str], list[Override], list[str], list[str]]:
-    """Config group choices, overrides of values, problems and warnings of a list of overrides."""
-    parser = OverridesParser.create()
-    choices: dict[str, str] = {}
-    changes: dict[str, Override] = {}
-    problems, warnings = [], []
-    for text in overrides:
-        try:
-            parsed = parser.parse_override(text)
-            str(parsed.value())  # Python refuses to print integers of thousands of digits
-        except (HydraException, ValueError) as error:
-            problems.append(
-                f"override {text!r} is malformed ({_one_line(error)}); write knob=value"
-            )
-            continue
-        key = parsed.key_or_group
-        line = _refusal(text, parsed)
-        if line:
-            problems.append(line)
-            continue
-        chosen = choices if key in GROUPS and isinstance(parsed.value(), str) else changes
-        if key in chosen:
-            warnings.append(f"{key} is given twice; {text} replaces the earlier one")
-        if chosen is choices:
-            choices[key] = text.lstrip("+")
-        else:
-            typed = text.partition("=")[2]
-            changes.pop(key, None)  # the later one also comes later
-            changes[key] = Override(key, parsed.value(), typed, parsed.is_delete())
-    return list(choices.values()), list(changes.values()), problems, warnings
-
-
-def _refusal(text: str, parsed: Any) -> str | None:
-    """The refusal of a well-formed override that cannot be taken, or None."""
-    key = parsed.key_or_group
-    if not all(key.split(".")):
-        return f"override {text!r} is malformed (no name before =); write knob=value"
-    if _is_hydra(key):
-        return f"override {text!r}: hydra settings are not used; runs go to runs/<run> (run=NAME)"
-    if parsed.package is not None or "/" in key:
-        return f"override {text!r}: write group=name or knob=value, without @ and /"
-    if parsed.is_sweep_override():
-        return f"override {text!r} has several values; one run takes one value per knob"
-    if key in GROUPS and parsed.is_delete():
-        return f"override {text!r}: a config group option is replaced by {key}=NAME, not removed"
-    value = parsed.value()
-    if key in GROUPS and isinstance(value, str) and value not in group_options(key):
-        near = did_you_mean(value, group_options(key))
-        known = ", ".join(group_options(key))
-        return f"{key}={value}: no such config group option{near} There are: {known}"
-    return None
-
-
-def _is_hydra(key: str) -> bool:
-    return re.split(r"[./@]", key, maxsplit=1)[0] == "hydra"
-
-
 def _hydra(path: Path, choices: list[str]) -> tuple[DictConfig, dict[str, str]]:
     """Hydra's composition of a recipe, and the file that set each leaf; both are copies."""
     files = tuple((str(file), file.stat().st_mtime_ns) for file in [path, *RECIPES.rglob("*.yaml")])
@@ -285,6 +236,7 @@ def _hydra_once(
 ) -> tuple[DictConfig, dict[str, str]]:
     """Like `_hydra`, computed once per state of the files."""
     choices = list(chosen)
+    refuse_typed_keys(path)  # Hydra's own message on some of them has no line
     quoted = str(RECIPES).replace("\\", "\\\\").replace("'", "\\'")
     search = [f"hydra.searchpath=['file://{quoted}']"] if path.parent != RECIPES else []
     with hydra.initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
@@ -301,6 +253,7 @@ def _hydra_once(
         if file is None:  # Hydra's own `hydra/config`
             continue
         refuse_misread(file)
+        refuse_typed_keys(file)
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         content.pop("defaults", None)
         prefix = f"{part.package}." if part.package else ""
@@ -316,6 +269,25 @@ def refuse_misread(file: Path) -> None:
                 f"line {token.start_mark.line + 1}: YAML reads {token.value} as"
                 f" {yaml.safe_load(token.value)}; write that, or put it in quotes where it is text"
             )
+
+
+def refuse_typed_keys(file: Path) -> None:
+    """Raise ValueError for a key that YAML reads as a number, true, false or null."""
+    waiting = [yaml.compose(file.read_text(encoding="utf-8-sig"), get_yaml_loader())]  # or None
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                waiting.append(value)
+                if isinstance(key, yaml.ScalarNode) and key.tag not in TEXT_TAGS:
+                    kind = key.tag.rpartition(":")[2]
+                    raise ValueError(
+                        f"line {key.start_mark.line + 1}: YAML reads the key {key.value} as a"
+                        f" value of type {kind}, and a name is text; write '{key.value}' in quotes,"
+                        " or choose another name"
+                    )
 
 
 def _apply(tree: DictConfig, origins: dict[str, str], change: Override) -> list[str]:
@@ -341,43 +313,10 @@ def _apply(tree: DictConfig, origins: dict[str, str], change: Override) -> list[
             return []
         OmegaConf.update(tree, change.key, value, merge=False, force_add=True)
     except OmegaConfBaseException as error:
-        return [f"override {change.key}={change.text}: {_one_line(error)}"]
+        return [f"override {change.key}={change.text}: {one_line(error)}"]
     inner = _leaves(value) if isinstance(value, dict) else ()
     origins |= {f"{change.key}.{key}": "override" for key in inner} or {change.key: "override"}
     return []
-
-
-def _plain(tree: DictConfig) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Resolved plain values, knobs left at `???`, and knob -> why it cannot be resolved."""
-    missing: list[str] = []
-    broken: dict[str, str] = {}
-
-    def walk(node: Any, path: str) -> Any:
-        if isinstance(node, DictConfig):
-            result = {}
-            for key in node:
-                full = f"{path}.{key}" if path else str(key)
-                if OmegaConf.is_missing(node, key):
-                    missing.append(full)
-                    continue
-                try:
-                    result[key] = walk(node[key], full)
-                except OmegaConfBaseException as error:
-                    broken[full] = _unresolved(node, key, error)
-            return result
-        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_list(node) else node
-
-    return walk(tree, ""), missing, broken
-
-
-def _unresolved(node: DictConfig, key: Any, error: Exception) -> str:
-    """The reason why a knob's ${...} has no value."""
-    written = OmegaConf.to_container(node, resolve=False)[key]
-    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", _one_line(error))
-    return (
-        f"{written} has no value ({reason}); name another knob, or an environment variable that is"
-        " set: ${oc.env:NAME}"
-    )
 
 
 def _targets(values: Any, path: str = "") -> Iterator[str]:
@@ -401,15 +340,6 @@ def _leaves(content: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def _listed(value: Any) -> Any:
-    """Nested values with lists for tuples, which YAML does not have."""
-    if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
-    return value
-
-
 def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
@@ -420,15 +350,4 @@ def _reason(error: Exception) -> str:
     if found:
         group = found.group(1)
         return f"its defaults list has no {group}; set single knobs, {group}.NAME=..., instead"
-    return _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    """The first paragraph of a library's message, as one line."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply, or its defaults list leads back to itself"
-    text = str(error).split("\n    full_key")[0].split("\nSee https")[0]
-    cause = error.__cause__ or error.__context__
-    if not text.strip() and isinstance(cause, Exception):
-        return _one_line(cause)
-    return " ".join(text.split()) or type(error).__name__
+    return one_line(error)

@@ -1,8 +1,8 @@
 """Every knob of a recipe: name, type, default, unit, meaning and legal range. Plain dataclasses.
 
-Rule: a knob exists here or nowhere (`recipes.faults` is a part of this file). `recipes.compose`
-checks a composed recipe against these classes and freezes it; `make knobs` prints them; a test
-fails on a knob that no code reads.
+Rule: a knob exists here or nowhere (`faults` and `output_knobs` are parts of this file).
+`recipes.compose` checks a composed recipe against these classes and freezes it; `make knobs` prints
+them; a test fails on a knob that no code reads.
 
 Units: tokens, steps (optimizer updates), sequences, seconds; the metadata of each field names its
 unit.
@@ -15,6 +15,7 @@ from typing import Any
 
 from base.values import MANY, REQUIRED, WIDE, knob
 from recipes.faults import LONG, Alerts, Health, Restart, Watch
+from recipes.output_knobs import Checkpoint, Hardware, Log
 
 # Renamed knobs: group -> {old name: new name}. Older recipes and checkpoints are read by it.
 RENAMED = {"restart": {"lives": "attempts"}}
@@ -50,6 +51,11 @@ class Model:
     )
     head_dim: int | None = knob(
         None, "width of one head; null = hidden_size / num_attention_heads", low=2, high=WIDE
+    )
+    hidden_act: str = knob(
+        "silu",
+        "activation of the MLP's gate: silu (SwiGLU), gelu (exact), relu2 (squared ReLU)",
+        choices=("silu", "gelu", "relu2"),
     )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
@@ -292,93 +298,6 @@ class Parallel:
         return self.tensor * self.pipeline * self.context
 
 
-@dataclass(frozen=True)
-class Log:
-    """Output while training."""
-
-    every: int = knob(1, "steps between console lines when piped", unit="steps", low=1, high=MANY)
-    tensorboard: bool = knob(True, "write event files")
-    wandb: str | None = knob(
-        None, "project name: mirror TensorBoard to Weights & Biases; null = off"
-    )
-    communication: bool = knob(False, "count the bytes of every step's collectives")
-    profile: str | None = knob(
-        None,
-        "A:B records steps A to B-1 with torch's profiler, into runs/<run>/profile/; null = off",
-        unit="steps",
-    )
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When the state of a run is saved, and which checkpoints are kept."""
-
-    interval: Any = knob(
-        0,
-        "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
-        " Young's formula, from measured times and cluster.mtbf_hours",
-        unit="steps",
-        kind="integer or auto",
-    )
-    mode: str = knob(
-        "sync",
-        "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
-        " and written while training goes on; sync: training waits until it is on disk",
-        choices=("sync", "async"),
-    )
-    stuck_s: int = knob(
-        600,
-        "async: a save in flight for longer raises an alarm; training goes on without further saves"
-        " until it ends",
-        unit="seconds",
-        low=1,
-        high=LONG,
-    )
-    on_drift: str = knob(
-        "warn",
-        "ranks whose copies of the same weights differ at a save: warn and save, or stop the run",
-        choices=("warn", "stop"),
-    )
-    keep: int = knob(3, "newest checkpoints that stay", low=1, high=2**20)
-    keep_every: int = knob(
-        0,
-        "checkpoints at multiples of this stay for ever; 0 = none",
-        unit="steps",
-        low=0,
-        high=MANY,
-    )
-    verify: str = knob(
-        "sampled",
-        "how much of a save is read back before older ones go",
-        choices=("sampled", "full"),
-    )
-    at_end: bool = knob(True, "save after the last step too; false = a trial to be thrown away")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Readings of the machines while a run trains."""
-
-    every_s: float | None = knob(
-        None,
-        "time between readings of every GPU; 0 = none; null = 10 where the run trains on GPUs, else"
-        " none",
-        unit="seconds",
-        low=0,
-        high=3600,
-    )
-    timeout_s: float = knob(
-        20.0,
-        "a reading that takes longer is given up and its process started anew",
-        unit="seconds",
-        above=0,
-        high=3600,
-    )
-    own_times: bool = knob(
-        True, "time every rank's own work, without its waits, and name a rank that is slow"
-    )
-
-
 def batch_ramp(batch_tokens: Any) -> tuple[tuple[int, int], ...]:
     """(first data step, tokens per step) of each piece of `batch_tokens`.
 
@@ -399,7 +318,7 @@ class Recipe:
     )
     tokens: Any = knob(
         None,
-        "length of the run: a number, or chinchilla = 20 per parameter",
+        "length of the run, rounded up to whole steps: a number, or chinchilla = 20 per parameter",
         unit="tokens",
         kind="integer or chinchilla",
     )

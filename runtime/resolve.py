@@ -13,13 +13,21 @@ from typing import Any
 
 from base.errors import UserError
 from base.units import MIB
-from base.values import as_int
+from base.values import as_int, counted
 from data.stream.schedule import Schedule
 from model.cost import flops_per_token, num_parameters
+from model.families import export_problem
 from parallel.communication_volume import gathers
 from parallel.layout import Layout, solve
 from recipes.schema import Recipe
-from runtime.ds_config.merge import EngineConfig, ds_problems, engine_config, load_preset
+from runtime.ds_config.key_rules import kernel_problems
+from runtime.ds_config.merge import (
+    EngineConfig,
+    ds_problems,
+    engine_config,
+    file_problems,
+    load_preset,
+)
 from runtime.engine.learning_rate import warmup_steps
 
 # Compute-optimal tokens per parameter (Hoffmann et al. 2022, table A3, about 20 at every size), and
@@ -40,6 +48,7 @@ class Resolved:
     num_parameters: int
     flops_per_token: float
     warnings: list[str]
+    rounding: str = ""  # for a person: how a length in tokens became whole steps
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,7 +68,10 @@ def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
         layout = attempt(problems, lambda: solve(recipe, world, preset.stage))
     if layout:
         engine = attempt(problems, lambda: json_for(recipe, layout))
+        if engine and recipe.cluster.device == "cpu":
+            problems += kernel_problems(engine.json, "cpu")
     else:
+        problems += [] if preset else file_problems(recipe)
         problems += ds_problems(recipe.ds)
     if problems:
         raise UserError(*problems)
@@ -74,7 +86,10 @@ def resolve(recipe: Recipe, world: int, schedule: Schedule) -> Resolved:
         warnings=[
             *budget_warnings(schedule.tokens_after(total_steps), parameters),
             *layout_warnings(recipe, layout, engine.json),
+            *export_warnings(recipe),
+            *engine.notes,
         ],
+        rounding=rounding(recipe, schedule, total_steps, parameters),
     )
 
 
@@ -109,6 +124,20 @@ def length_in_steps(recipe: Recipe, schedule: Schedule, parameters: int) -> int:
     return schedule.steps_for(tokens)
 
 
+def rounding(recipe: Recipe, schedule: Schedule, steps: int, parameters: int) -> str:
+    """How `tokens` became whole steps, as a line; "" where `steps` is given or nothing rounded."""
+    if recipe.tokens is None:
+        return ""
+    wanted = CHINCHILLA * parameters if recipe.tokens == "chinchilla" else as_int(recipe.tokens)
+    trained = schedule.tokens_after(steps)
+    if trained == wanted:
+        return ""
+    return (
+        f"tokens={recipe.tokens} is {wanted:,}, rounded up to {counted(steps, 'whole step')}:"
+        f" {trained:,} tokens"
+    )
+
+
 def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> list[str]:
     """Warnings about a legal layout that costs more than a reader may expect."""
     lines = []
@@ -120,7 +149,22 @@ def layout_warnings(recipe: Recipe, layout: Layout, json: dict[str, Any]) -> lis
                 f" of {size / MIB:,.1f} MiB in all in every micro-batch, besides those of tensor"
                 " parallelism; zero=1 gathers weights once per step, if their state fits"
             )
+    fewest = min(count for _, count in layout.accumulation)
+    if fewest < layout.pipeline:
+        given = counted(fewest, "micro-batch", "micro-batches")
+        smaller = f", or a micro_batch below {layout.micro_batch}" if layout.micro_batch > 1 else ""
+        lines.append(
+            f"parallel.pipeline={layout.pipeline} with {given} per rank and step: each stage idles"
+            f" {layout.bubble(fewest):.0%} of a step; give at least {layout.pipeline}"
+            f" micro-batches, by a larger batch_tokens{smaller}"
+        )
     return lines
+
+
+def export_warnings(recipe: Recipe) -> list[str]:
+    """A warning where the trained model could not be exported to a Hugging Face family."""
+    problem = export_problem(recipe.model)
+    return [f"model: this shape trains and cannot be exported: {problem}"] if problem else []
 
 
 def budget_warnings(tokens: int, parameters: int) -> list[str]:

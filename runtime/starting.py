@@ -182,6 +182,7 @@ def banner(run: Run) -> list[str]:
         f"{recipe.run}: {resolved.num_parameters:,} parameters,"
         f" {counted(resolved.total_steps, 'step')} of"
         f" {sequences} x {recipe.seq_len} tokens, {recipe.precision} on {run.process.device.type}",
+        *filter(None, [resolved.rounding]),
         resolved.layout.describe(),
         *describe_places(resolved.layout, run.process.local_world),
     ]

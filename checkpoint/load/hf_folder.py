@@ -21,6 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from base.errors import UserError
 from checkpoint.load.weight_rows import normal
+from model.families import ACTIVATIONS, SYNONYMS
 
 # Hugging Face families that the decoder can represent, with the fields that tell them apart.
 FAMILIES = {
@@ -182,9 +183,8 @@ def _unfit(raw: dict[str, Any]) -> list[str]:
 def _unfit_values(config: PretrainedConfig) -> list[str]:
     """Return why the configuration, as Transformers reads it, is not that of the decoder."""
     kinds = set(_own(config, "layer_types") or ())
-    act = config.hidden_act
     found = {
-        "hidden_act": None if act in ("silu", "swish") else act,
+        "hidden_act": None if _act(config) in ACTIVATIONS else config.hidden_act,
         "attention_bias": _own(config, "attention_bias"),
         "mlp_bias": _own(config, "mlp_bias"),
         "layer_types": sorted(kinds - {"full_attention", "sliding_attention"}),
@@ -197,6 +197,11 @@ def _unfit_values(config: PretrainedConfig) -> list[str]:
         for what, value in found.items()
         if value
     ]
+
+
+def _act(config: PretrainedConfig) -> str:
+    """Return the activation of the MLP under the decoder's name."""
+    return SYNONYMS.get(config.hidden_act, config.hidden_act)
 
 
 def _kind(rope: dict[str, Any]) -> str:
@@ -284,4 +289,5 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     values["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
     values["head_dim"] = getattr(config, "head_dim", None)
     values["rope_theta"] = config.rope_parameters["rope_theta"]
+    values["hidden_act"] = _act(config)
     return normal(values | FAMILIES[config.model_type])

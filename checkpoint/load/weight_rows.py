@@ -33,7 +33,7 @@ from model.decoder import Decoder
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
-    "qkv_bias", "qk_norm",
+    "qkv_bias", "qk_norm", "hidden_act",
 )  # fmt: skip
 MOST_NAMES = 20  # weights that do not fit are listed up to this number
 
@@ -84,8 +84,12 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return FIELDS of a model, with head_dim computed where it is None."""
+    """Return FIELDS of a model, with head_dim computed where it is None.
+
+    Recipes in older checkpoints have no hidden_act: the decoder knew only silu.
+    """
     values = {name: fields.get(name) for name in FIELDS}
+    values["hidden_act"] = values["hidden_act"] or "silu"
     if values["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values

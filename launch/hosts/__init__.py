@@ -9,6 +9,7 @@ hostfile.py       reads hostfiles, include and exclude lists, and SLURM's node l
 judge.py          judges a set of hosts by the facts of each
 link_speeds.py    finds slow links between hosts
 network.py        addresses, interfaces and ports of this host
+own_gpus.py       the number of ranks where nobody gave one: the GPUs of this machine
 place.py          the place where a run starts: this machine, a hostfile, or a SLURM job
 preflight.py      examines the hosts before the first step, and finds the routes between them
 spares.py         examines spare hosts beside the run

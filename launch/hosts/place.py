@@ -1,22 +1,27 @@
-"""The place where a run starts: this machine, the hosts of a hostfile, or a SLURM job.
+"""The place where a run starts, and the number of its ranks: NPROC, WORLD and HOSTFILE.
 
-Rule: a hostfile that is named has precedence. With `--slurm` the hosts are those of the job around
-this process; else the run starts on this machine. Nothing is guessed from variables that happen to
-be set.
+    NPROC      ranks on each host             WORLD = NPROC x hosts
+    WORLD      ranks of the whole run         NPROC = WORLD / hosts
+    HOSTFILE   the hosts; without it the run starts on this machine, with `--slurm` on the hosts of
+               the job around this process
+
+Every command that needs a number of ranks takes all three. Rule: nothing is guessed from variables
+that happen to be set; two of the three that contradict each other are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
 from base.paths import ROOT
+from base.values import counted, read_ranks
 from launch.hosts.cluster import AgentCluster
-from launch.hosts.hostfile import MOST_SLOTS, Host, choose, expand, part, read_hosts
+from launch.hosts.hostfile import MOST_SLOTS, Host, choose, expand, part, ranks_per_host, read_hosts
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Place:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the place; an empty text means not given."""
+    """Add the options that choose place and ranks; an empty text means not given."""
+    parser.add_argument("--nproc", default="", help="ranks on this machine, or on each host")
+    parser.add_argument("--world", default="", help="ranks of the whole run")
     parser.add_argument("--hostfile", default="", help="hosts, as in DeepSpeed: NAME slots=N")
     parser.add_argument("--include", default="", help="only these: NAME[:SLOT,SLOT]@NAME...")
     parser.add_argument("--exclude", default="", help="all but these")
@@ -70,6 +77,72 @@ def read_place(options: argparse.Namespace) -> Place | None:
         if value:
             raise UserError(f"{variable}={value} has no effect without HOSTFILE=")
     return None
+
+
+def ranks_on_each(options: argparse.Namespace, place: Place | None) -> int | None:
+    """Ranks on each host of a run that starts in `place`; None = none of the options says.
+
+    Raises UserError where NPROC, WORLD and the hosts contradict each other.
+    """
+    nproc, world = read_counts(options)
+    if place is None:
+        if nproc and world and nproc != world:
+            hosts = counted(-(-world // nproc), "host")
+            raise UserError(
+                f"WORLD={world} ranks with NPROC={nproc} on each host are {hosts}; name them"
+                f" (HOSTFILE=), or give NPROC={world} or WORLD={nproc} for this machine alone"
+            )
+        return nproc or world
+    hosts = place.cluster.hosts
+    if world is not None:
+        total = f"WORLD={world} ranks on {counted(len(hosts), 'host')}"
+        if world % len(hosts):
+            raise UserError(f"{total} are not the same number on each; give a multiple or NPROC=")
+        if nproc not in (None, world // len(hosts)):
+            raise UserError(
+                f"{total} are {world // len(hosts)} on each, and NPROC={nproc}; give one of the two"
+            )
+        nproc = world // len(hosts)
+    if nproc is None and hosts[0].slots == MOST_SLOTS:
+        raise UserError("this SLURM job has no GPUs to count; give the ranks per host: NPROC=")
+    return ranks_per_host([*hosts, *place.spares], nproc)
+
+
+def planned_world(options: argparse.Namespace) -> int | None:
+    """Ranks of the whole run that the options ask for; None = they do not say. Raises UserError.
+
+    Hosts need not exist: WORLD and NPROC without HOSTFILE may mean several hosts of NPROC ranks.
+    """
+    place = read_place(options)
+    nproc, world = read_counts(options)
+    if place is None and nproc and world:
+        if world % nproc:
+            raise UserError(f"WORLD={world} is not a multiple of NPROC={nproc} ranks on each host")
+        return world
+    per_host = ranks_on_each(options, place)
+    return per_host * len(place.cluster.hosts) if place and per_host else per_host
+
+
+def read_counts(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """NPROC and WORLD; None = not given. Raises UserError."""
+    given = (("NPROC", options.nproc), ("WORLD", options.world))
+    nproc, world = (read_ranks(name, text) if text else None for name, text in given)
+    return nproc, world
+
+
+def place_variables(options: argparse.Namespace) -> tuple[str, ...]:
+    """The variables of make that name the hosts in `options`, such as HOSTFILE=hosts."""
+    given = {
+        "HOSTFILE": options.hostfile, "INCLUDE": options.include, "EXCLUDE": options.exclude,
+        "VIA": options.via, "SSH": options.ssh, "PASS": options.named, "SPARES": options.spares,
+    }  # fmt: skip
+    return tuple(f"{name}={value}" for name, value in given.items() if value)
+
+
+def start_options(variables: Iterable[str], world: int) -> list[str]:
+    """Options of commands.pretrain for `world` ranks on the hosts of `place_variables`."""
+    named = (variable.partition("=") for variable in variables)
+    return [*(f"--{name.lower()}={value}" for name, _, value in named), f"--world={world}"]
 
 
 def read_spares(text: str) -> int:

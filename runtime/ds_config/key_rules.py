@@ -27,6 +27,7 @@ OFFLOAD_PARAM = f"{ZERO}.offload_param.device"
 SCATTER = f"{ZERO}.reduce_scatter"
 SEQUENTIAL = f"{ZERO}.stage3_allgather_sequential"
 PRESCALE = "prescale_gradients"
+QUANTIZED = (f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients")
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's own, also for models that are smaller
 WAYS_TO_BF16 = "zero=1 or zero=pipeline, precision=bf16, gradients summed in fp32"
 
@@ -109,7 +110,7 @@ def problems_of(leaves: Leaves, recipe: Recipe, stage: int, data_size: int) -> l
         *_cut(leaves, recipe, stage),
         *_division(leaves, stage, built),
         *_sizes(leaves, stage, data_size, num_parameters(recipe.model)),
-        *_precision(leaves, recipe),
+        *_precision(leaves, recipe, stage),
     ]
 
 
@@ -127,7 +128,7 @@ def _unread(leaves: Leaves, stage: int, built: str) -> list[str]:
             stages = " or ".join(map(str, KEYS[key].stages))
             problems.append(
                 f"{shown(key, value, origin)} has no effect at ZeRO stage {stage}: only {stages}"
-                " reads it"
+                " reads it; remove it"
             )
         elif is_override(origin):
             reason = f"only {BF16} reads it ({WAYS_TO_BF16})"
@@ -249,13 +250,34 @@ def _sizes(leaves: Leaves, stage: int, data_size: int, parameters: int) -> list[
     return problems
 
 
-def _precision(leaves: Leaves, recipe: Recipe) -> list[str]:
-    """Problems with precision=fp32, the reference: nothing in it is rounded to 16 bits."""
-    return [
+def _precision(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
+    """Problems with precision=fp32, the reference: nothing in it is rounded to fewer bits."""
+    problems = [
+        f"{shown(key, True, leaves[key][1])} rounds what is sent, and precision=fp32 is the exact"
+        " reference; use precision=bf16, or remove it"
+        for key in QUANTIZED
+        if stage == 3 and recipe.precision == "fp32" and value_of(leaves, key, False) is True
+    ]
+    return problems + [
         f"{shown(key, 'bf16', leaves[key][1])} contradicts precision=fp32, the reference;"
         " use precision=bf16"
         for key in (ACCUM_DTYPE, COMM_DTYPE)
         if recipe.precision == "fp32" and value_of(leaves, key, "fp32") == "bf16"
+    ]
+
+
+def kernel_problems(config: dict[str, Any], device: str) -> list[str]:
+    """Problems of a resolved JSON that asks for kernels which `device` (cpu, cuda) lacks.
+
+    ZeRO++ on the CPU: one of these keys fails at the start and the other in the first backward.
+    """
+    if device == "cuda":
+        return []
+    block = config["zero_optimization"]
+    return [
+        f"ds.{key}=true: its kernels exist for CUDA only, and this run is on {device}; remove it"
+        for key in QUANTIZED
+        if block.get(key.removeprefix(f"{ZERO}."))
     ]
 
 

@@ -55,6 +55,7 @@ def _zero3(kind: type, meaning: str, low: float | None = 0, choices: tuple[str, 
 
 
 DTYPES = ("fp32", "bf16")
+OLD_BF16 = ("bfp16", "bfloat16")
 
 # Owned by the recipe: "auto" in the JSON, or the same value.
 OWNED = {

@@ -19,11 +19,13 @@ from base.errors import UserError
 from base.paths import ROOT
 from base.values import as_float, as_int, as_written, did_you_mean
 from recipes.schema import Recipe
+from runtime.ds_config.idle_keys import TRANSFORMERS_AUTO, leave_out
 from runtime.ds_config.key_rules import (
     ACCUM_DTYPE,
     COMM_DTYPE,
     OFFLOAD,
     OFFLOAD_PARAM,
+    ZERO,
     Leaves,
     equal,
     is_override,
@@ -40,6 +42,7 @@ from runtime.ds_config.keys import (
     NO_STAGE,
     NVME,
     OFF,
+    OLD_BF16,
     OWNED,
     REFUSED,
     refusal,
@@ -70,6 +73,7 @@ class EngineConfig:
     origins: dict[str, str]
     stage: int
     optimizer_class: str  # the class that DeepSpeed wraps around the optimizer
+    notes: tuple[str, ...] = ()  # warnings about keys of the file that have no effect here
 
     @property
     def grad_dtype(self) -> str:
@@ -89,7 +93,21 @@ class EngineConfig:
 
 
 def load_preset(zero: int | str) -> Preset:
-    """The preset that `zero` names: 1, 2, 3, a name in ds_configs/, or the path of a .json file.
+    """The preset that `zero` names, see `read_preset`, with its ZeRO stage. Raises UserError."""
+    shown, content = read_preset(zero)
+    block = content.get("zero_optimization")
+    stage = block.get("stage") if isinstance(block, dict) else None
+    try:
+        number = as_int(stage)
+    except ValueError:
+        number = 0
+    if number not in (1, 2, 3):
+        raise UserError(f"{shown}: zero_optimization.stage={as_written(stage)}: {NO_STAGE}")
+    return Preset(shown, content, number)
+
+
+def read_preset(zero: int | str) -> tuple[str, dict[str, Any]]:
+    """(name for messages, content) of a preset: 1, 2, 3, a name in ds_configs/, or a .json file.
 
     A path (it has a slash or ends in .json) is relative to the repository, wherever the command was
     started. Raises UserError.
@@ -114,16 +132,7 @@ def load_preset(zero: int | str) -> Preset:
                 f"zero={zero}: there is no file {path}{near} There are: {', '.join(known)}"
             )
     shown = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-    content = strict_json.read(path, shown)
-    block = content.get("zero_optimization")
-    stage = block.get("stage") if isinstance(block, dict) else None
-    try:
-        number = as_int(stage)
-    except ValueError:
-        number = 0
-    if number not in (1, 2, 3):
-        raise UserError(f"{shown}: zero_optimization.stage={as_written(stage)}: {NO_STAGE}")
-    return Preset(shown, content, number)
+    return shown, strict_json.read(path, shown)
 
 
 def preset_names() -> list[str]:
@@ -144,6 +153,7 @@ def engine_config(
     problems = [*_misshapen(preset.json, preset.shown), *_misshapen(recipe.ds, "ds.")]
     leaves = _merge(preset, recipe.ds, problems)
     _drop_idle(leaves)
+    notes = leave_out(leaves, recipe, preset.stage)
     _fill_owned(leaves, problems, recipe, data_size, accumulation)
     fixed = FIXED | FIXED_IN_PIPELINE if recipe.parallel.pipeline > 1 else FIXED
     _fill_derived(leaves, recipe, accumulates, fixed)
@@ -158,6 +168,7 @@ def engine_config(
         origins={key: origin for key, (_, origin) in leaves.items()},
         stage=preset.stage,
         optimizer_class=optimizer_class(preset.stage, leaves),
+        notes=tuple(notes),
     )
 
 
@@ -172,6 +183,22 @@ def ds_problems(ds: dict[str, Any]) -> list[str]:
     return [*_misshapen(ds, "ds."), *bad]
 
 
+def file_problems(recipe: Recipe) -> list[str]:
+    """Problems of the preset's file that can be found without a ZeRO stage, beside that of the
+    stage itself: a person sees them all at once.
+    """
+    try:
+        shown, content = read_preset(recipe.zero)
+    except UserError:
+        return []  # reported already
+    flat = {key: (value, shown) for key, value in _flat(content) if value != AUTO}
+    leaves = {key: leaf for key, leaf in flat.items() if key not in (STAGE, ZERO)}
+    _drop_idle(leaves)
+    leave_out(leaves, recipe, 1)
+    bad, _ = _check_leaves(leaves, FIXED)
+    return [*_misshapen({**content, ZERO: content.get(ZERO) or None}, shown), *bad]
+
+
 def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[str]:
     """Problems of empty blocks and of names with a dot: neither has leaves."""
     for key, value in tree.items():
@@ -182,7 +209,7 @@ def _misshapen(tree: dict[str, Any], origin: str, prefix: str = "") -> Iterator[
             refused = refusal(path)
             is_block = any(name.startswith(f"{path}.") for name in [*KEYS, *FIXED])
             if refused:
-                yield f"{named(refused[0], origin)}: {refused[1]}"
+                yield f"{named(refused[0], origin)}: {refused[1]}; remove it"
             elif is_block:
                 yield f"{named(path, origin)} is an empty block, which changes nothing; remove it"
             else:
@@ -280,6 +307,10 @@ def _fill_derived(leaves: Leaves, recipe: Recipe, accumulates: bool, fixed: Fixe
     for key, (value, reason) in fixed.items():
         if leaves.get(key, (AUTO, ""))[0] == AUTO:
             leaves[key] = (value, f"always: {reason}")
+    for key, rule in TRANSFORMERS_AUTO.items():
+        if leaves.get(key, (None, ""))[0] == AUTO:
+            size = rule(recipe.model.hidden_size)
+            leaves[key] = (size, "recipe: model.hidden_size, as Transformers fills it")
 
 
 def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
@@ -296,7 +327,8 @@ def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
                 problems.append(f"{given}: {fixed[key][1]}; remove it")
         elif refused:
             block, reason = refused
-            problems.append(f"{given if block == key else named(block, origin)}: {reason}")
+            what = given if block == key else named(block, origin)
+            problems.append(f"{what}: {reason}; remove it")
         elif key not in KEYS:
             problems.append(_unknown(key, origin))
         elif value == AUTO:
@@ -342,7 +374,8 @@ def _typed(key: str, value: Any) -> Any:
     for item in value if rule.kind is list else [value]:
         if rule.choices and item not in rule.choices:
             which = f"has {item!r}, which" if rule.kind is list else ""
-            raise ValueError(f"{which} is not one of {', '.join(rule.choices)}".strip())
+            old = f" ({item} is an old name of bf16)" if item in OLD_BF16 else ""
+            raise ValueError(f"{which} is not one of {', '.join(rule.choices)}{old}".strip())
     if rule.low is not None and value < rule.low:
         raise ValueError(f"must be at least {rule.low}")
     if rule.high is not None and value > rule.high:

@@ -20,14 +20,12 @@ from parallel import tensor
 from parallel.layout import Layout
 from parallel.mesh import Mesh, ModelParallelUnit, make_mesh
 from recipes.schema import Recipe
+from runtime.ds_config.key_rules import kernel_problems
 from runtime.engine.deepspeed_import import join_deepspeed
 from runtime.engine.engine import DTYPES, Engine, decoder_config, default_dtype
 from runtime.engine.initial_weights import Draw, fill_owned
 from runtime.engine.optimizer import build_optimizer
 from runtime.process.process import Process
-
-# ZeRO++; on the CPU one fails at start and the other in the first backward.
-CUDA_ONLY = ("zero_quantized_weights", "zero_quantized_gradients")
 
 
 def build(
@@ -46,7 +44,6 @@ def build(
     import deepspeed  # after process.start: the accelerator is chosen when it is imported
     from deepspeed.utils import groups
 
-    check_kernels(config, process.device)
     join_deepspeed(process.device)
     mesh = make_mesh(layout, process.rank)
     if layout.pipeline > 1:
@@ -68,15 +65,9 @@ def build(
 
 def check_kernels(config: dict[str, Any], device: torch.device) -> None:
     """Raise Shared where the JSON asks for kernels that `device` does not have."""
-    given = [key for key in CUDA_ONLY if config["zero_optimization"].get(key)]
-    if given and device.type != "cuda":
-        raise Shared(
-            *(
-                f"ds.zero_optimization.{key}=True: its kernels exist for CUDA only, and this run is"
-                f" on {device.type}; remove it"
-                for key in given
-            )
-        )
+    problems = kernel_problems(config, device.type)
+    if problems:
+        raise Shared(*problems)
 
 
 def build_model(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from parallel.layout import Layout
-from recipes.schema import Hardware
+from recipes.output_knobs import Hardware
 from runtime.monitor.clock import StepClock, TimeSpan, cuda_clock
 from runtime.monitor.devices import Devices
 from runtime.monitor.key_value_store import KeyValueStore, open_store

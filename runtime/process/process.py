@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import glob
 import hashlib
 import os
 import re
@@ -36,6 +35,7 @@ from recipes.schema import Cluster
 from record.trust import keep_to_owner
 from runtime.engine import builds
 from runtime.process import rendezvous
+from runtime.process.visible_gpus import visible_gpus
 
 CLAIMS: list[socket.socket] = []  # names held until this process ends
 FIRST_REPORTS_S = 10.0  # how much later than another rank the first may find the same problem
@@ -169,15 +169,6 @@ def num_threads(cluster: Cluster, local_world: int) -> int:
     if cluster.threads is None and chosen.isdecimal() and int(chosen):
         return int(chosen)
     return cluster.threads or max(1, usable() // local_world)
-
-
-def visible_gpus() -> list[str]:
-    """Device files of NVIDIA GPUs, unless CUDA_VISIBLE_DEVICES hides them all."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return []
-    return sorted(
-        path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)
-    )
 
 
 def first_does(action: Callable[[], Any]) -> Any:

@@ -38,6 +38,8 @@ FAMILIES = {
     "tied": {"tie_word_embeddings": True},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
+    "gelu": {"hidden_act": "gelu"},
+    "relu2": {"hidden_act": "relu2", "qk_norm": True},
 }
 
 
@@ -349,7 +351,7 @@ def test_another_shape_is_refused_with_every_field(tmp_path):
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rotary scaling"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "gelu_new"}, "hidden_act"),
         ({"quantization_config": {"bits": 4}}, "quantization"),
     ],
 )

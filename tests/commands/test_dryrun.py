@@ -39,7 +39,14 @@ def weights(seen: dict) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def rank_517() -> dict:
-    return dryrun.collect("70b", [], "1024", "517")
+    return dryrun.collect("70b", [], 1024, "517")
+
+
+def test_a_hidden_size_that_is_no_multiple_of_the_heads_is_built_where_head_dim_is_given():
+    shape = ["hidden_size=264", "num_attention_heads=5", "num_key_value_heads=5", "head_dim=64"]
+    overrides = [f"model.{size}" for size in shape]
+    seen = dryrun.collect("tiny", overrides, None, "0")
+    assert sum(weights(seen).values()) == num_parameters(compose("tiny", overrides).recipe.model)
 
 
 def test_a_rank_in_the_middle_of_70b(rank_517):
@@ -65,7 +72,7 @@ def test_weights_of_all_places_add_up_to_the_model(rank_517):
         place = layout.coordinates(stage * 128)
         norms = sum(
             math.prod(line["of"]) * line["count"]
-            for line in dryrun.collect("70b", [], "1024", str(layout.rank(place)))["weights"]
+            for line in dryrun.collect("70b", [], 1024, str(layout.rank(place)))["weights"]
             if line["shape"] == line["of"]
         )
         total += layout.tensor * (parameters_of(recipe.model, layout, place) - norms) + norms
@@ -76,7 +83,7 @@ def test_weights_of_all_places_add_up_to_the_model(rank_517):
 def test_what_is_built_has_the_parameters_that_the_layout_says(name):
     recipe_name, overrides, world = LAYOUTS[name]
     recipe = compose(recipe_name, overrides).recipe
-    seen = dryrun.collect(recipe_name, overrides, str(world), str(world - 1))
+    seen = dryrun.collect(recipe_name, overrides, world, str(world - 1))
     layout = solve(recipe, world, seen["layout"]["stage"])
     place = layout.coordinates(world - 1)
     assert seen["parameters"] == parameters_of(recipe.model, layout, place)
@@ -88,12 +95,12 @@ def test_what_is_built_has_the_parameters_that_the_layout_says(name):
 @pytest.mark.parametrize("rank", ["8", "-1", "x", ""])
 def test_a_rank_that_does_not_exist_is_refused(rank):
     with pytest.raises(UserError, match="give 0 to 7"):
-        dryrun.collect("1b", [], "8", rank)
+        dryrun.collect("1b", [], 8, rank)
 
 
 def test_an_illegal_layout_is_refused_with_its_rule():
     with pytest.raises(UserError, match="not a multiple"):
-        dryrun.collect("70b", [], "1000", "0")
+        dryrun.collect("70b", [], 1000, "0")
 
 
 def test_the_verb_prints_it_for_people_and_programs(rank_517):

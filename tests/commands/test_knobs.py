@@ -12,7 +12,8 @@ from base.paths import ROOT
 from commands import knobs
 from recipes.check import knob_names
 from recipes.faults import Alerts, Health
-from recipes.schema import Cluster, Data, Log, Model, Optim, Parallel, Recipe, Source, Watch
+from recipes.output_knobs import Log
+from recipes.schema import Cluster, Data, Model, Optim, Parallel, Recipe, Source, Watch
 
 CODE = (
     "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",

@@ -15,6 +15,7 @@ from run_records import write_run
 from base.errors import UserError
 from checkpoint import lineage
 from commands import profile
+from launch.hosts.place import add_place
 from recipes.compose import compose, recipe_yaml
 from record import history
 from record.resuming import left_behind
@@ -46,7 +47,10 @@ def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_o
     target = history.Target(0, 10, 10)
     history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
 
-    options = argparse.Namespace(run="a", steps="10:15", nproc="1", arguments=[])
+    parser = argparse.ArgumentParser()
+    add_place(parser)
+    given = argparse.Namespace(run="a", steps="10:15", arguments=[])
+    options = parser.parse_args(["--nproc=1"], given)
     command, _ = profile.prepare(options)
     (word,) = [word for word in command if word.startswith("data.skip")]
     assert word == "data.skip.advance=[[3,5],[10,23]]"

@@ -11,7 +11,7 @@ from commands import compare as command
 from compare import folder
 from compare.variants import ComparisonPlan, plan
 from data.stream.schedule import schedule_of
-from recipes.compose import sweep_values
+from recipes.overrides import sweep_values
 from runtime.resolve import resolve
 
 

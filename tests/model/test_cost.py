@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -10,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from model import attention, cost, init, layers, loss, recompute
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from parallel.stages import balanced_bounds
 
 
 def shape(vocab, hidden, inner, depth, heads, kv_heads, **others) -> DecoderConfig:
@@ -120,6 +123,8 @@ def saved_bytes(model, micro_batch, length):
     [
         shape(64, 64, 160, 3, 4, 2),
         shape(64, 48, 100, 2, 4, 4, head_dim=20, qk_norm=True, qkv_bias=True),
+        shape(64, 64, 160, 3, 4, 2, hidden_act="gelu"),
+        shape(64, 64, 160, 3, 4, 2, hidden_act="relu2"),
     ],
 )
 def test_activation_bytes_are_those_autograd_saves(monkeypatch, config, precision):
@@ -206,6 +211,28 @@ def test_workspace_holds_a_chunk_of_logits_and_never_all_of_them():
     all_logits = 8 * 8192 * 128256 * 4
     assert 128256 * 4096 * 4 < many.workspace < all_logits / 4
     assert many.total == many.saved + many.workspace
+
+
+@pytest.mark.parametrize("kind", [numpy.int16, numpy.int32, numpy.int64, numpy.uint32])
+def test_numbers_of_numpy_do_not_overflow(kind):
+    sizes = dict(vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
+    sizes |= dict(num_attention_heads=64, num_key_value_heads=8)
+    others = dict(head_dim=None, tie_word_embeddings=False, qkv_bias=False, qk_norm=False)
+    plain = SimpleNamespace(**sizes, **others)
+    given = SimpleNamespace(**{name: kind(size) for name, size in sizes.items()}, **others)
+    assert cost.num_parameters(given) == cost.num_parameters(plain) == 68_976_648_192
+    assert cost.flops_per_token(given, kind(8192)) == cost.flops_per_token(plain, 8192)
+    for recompute_ in ("none", "selective", "full", "every-2"):
+        found = cost.activation_bytes(given, kind(64), kind(8192), recompute=recompute_)
+        assert found == cost.activation_bytes(plain, 64, 8192, recompute=recompute_)
+    assert cost.parameters(given) == cost.parameters(plain)
+    assert cost.head_dim(given) == 128
+    assert balanced_bounds(given, 8192, 8) == balanced_bounds(plain, 8192, 8)
+
+
+def test_a_size_that_is_no_whole_number_is_refused():
+    with pytest.raises(TypeError):
+        cost.num_parameters(SimpleNamespace(**vars(HAND) | {"hidden_size": 32.5}))
 
 
 def test_cost_imports_no_torch():

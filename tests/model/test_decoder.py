@@ -4,6 +4,7 @@ promises.
 
 import copy
 
+import numpy
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -30,6 +31,9 @@ SHAPES = {
     "qwen2": {"qkv_bias": True},
     "qwen2, tied": {"qkv_bias": True, "tie_word_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 16, "rms_norm_eps": 1e-6},
+    "gelu": {"hidden_act": "gelu"},
+    "squared relu, qwen2": {"hidden_act": "relu2", "qkv_bias": True},
+    "hidden size is no multiple of heads": {"hidden_size": 42, "head_dim": 12, "qk_norm": True},
 }
 
 
@@ -259,6 +263,7 @@ def test_illegal_shapes_are_refused_all_at_once_with_the_way_out():
         ({"hidden_size": 36}, "head_dim=9 is not an even number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number >= 1"),
         ({"vocab_size": 97.0}, "vocab_size=97.0 is not a whole number >= 1"),
+        ({"hidden_act": "tanh"}, "hidden_act='tanh' is not one of silu, gelu, relu2"),
     ):
         with pytest.raises(ValueError) as error:
             DecoderConfig(**SHAPE | changes)
@@ -274,3 +279,13 @@ def test_export_names_the_family_and_refuses_what_none_has():
     with pytest.raises(ValueError) as error:
         hf_config(DecoderConfig(**SHAPE, qkv_bias=True, qk_norm=True))
     assert "no Hugging Face counterpart" in str(error.value)
+    uneven = DecoderConfig(**SHAPE | {"hidden_size": 42, "head_dim": 12})
+    with pytest.raises(ValueError, match="hidden_size=42 is not a multiple of num_attention"):
+        hf_config(uneven)
+
+
+def test_sizes_of_numpy_are_those_of_python():
+    sizes = {name: numpy.int32(size) for name, size in SHAPE.items()}
+    config = DecoderConfig(**sizes, head_dim=numpy.int64(8))
+    assert {type(getattr(config, name)) for name in (*SHAPE, "head_dim")} == {int}
+    assert "hidden_size" in config.to_json_string()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from base.errors import UserError
 from plan.constants import FITTED, MOST, Constants, bounds
 from plan.machine import known_gpus, machine_of
 from plan.recipe_jobs import machine_for
 from recipes.compose import compose
-from recipes.schema import UserError
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_name():

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 
+from base.errors import UserError
 from plan.machine import PUBLISHED
 from plan.published_rows import read, usable
 from plan.validation import (
@@ -19,7 +20,6 @@ from plan.validation import (
     usual_mfu,
     validation_report,
 )
-from recipes.schema import UserError
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from base.values import counted
 from commands import pretrain
 from data.stream.schedule import schedule_of
 from parallel.layout import solve
-from recipes.compose import GROUPS, RECIPES, compose, group_options, recipe_names
+from recipes.compose import RECIPES, compose, group_options, recipe_names
+from recipes.overrides import GROUPS
 from runtime.ds_config.merge import load_preset
 from runtime.resolve import resolve
 

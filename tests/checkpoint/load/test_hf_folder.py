@@ -15,7 +15,7 @@ from checkpoint.load import hf_check, hf_folder
 from checkpoint.load.hf_check import check_logits
 from checkpoint.load.hf_folder import FolderWeights
 from checkpoint.load.outside_weights import check_window, weights_from
-from checkpoint.load.weight_rows import check_fit
+from checkpoint.load.weight_rows import check_fit, normal
 
 SIZES = {
     "vocab_size": 400,
@@ -61,6 +61,18 @@ def test_a_folder_of_each_family_gives_transformers_logits(family, tmp_path):
     weights = weights_from(str(folder_of(tmp_path / "m", family)))
     assert "logits compared with Transformers' model" in check_logits(weights, 64)
     assert weights.model["head_dim"] == (128 if family == "qwen3" else 8)  # its class's default
+
+
+@pytest.mark.parametrize("written", ["silu", "swish", "gelu", "relu2"])
+def test_an_activation_is_read_and_gives_transformers_logits(written, tmp_path):
+    weights = weights_from(str(folder_of(tmp_path / "m", hidden_act=written)))
+    assert weights.model["hidden_act"] == {"swish": "silu"}.get(written, written)
+    assert "logits compared with Transformers' model" in check_logits(weights, 64)
+
+
+def test_a_recipe_of_an_older_version_has_silu():
+    old = {name: value for name, value in SIZES.items() if name != "hidden_act"}
+    assert normal(old)["hidden_act"] == "silu"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +194,7 @@ def test_a_large_model_is_compared_by_some_layers_and_rows(tmp_path, monkeypatch
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "gelu_new"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"rope_scaling": [4.0]}, "rope_scaling"),
     ],

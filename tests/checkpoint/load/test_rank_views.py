@@ -9,9 +9,9 @@ import threading
 
 import pytest
 from manifests import WORLD, folder
-from pieces import blank, cut_flat
-from saves import save_on_all, steps, tensors
-from threads import run_threads
+from rank_threads import run_threads
+from saves_on_threads import save_on_all, steps, tensors
+from small_fragments import blank, cut_flat
 
 from base.errors import Shared, UserError
 from checkpoint.format.blocks import Problem

@@ -78,7 +78,7 @@ def safetensors() -> bytes:
 
 
 FORMATS = {
-    "lit-gpt or TinyLlama (LITPKDS)": packed(),
+    r"lit-gpt or TinyLlama \(LITPKDS\)": packed(),
     "shard of llm.c, with a header": llm_c(),
     "llm.c, with a header of 1024 bytes; .*'uint32'": llm_c(20240801, "<u4"),
     "llm.c, of 13022 bytes where its header states 13024": llm_c()[:-2],

@@ -1,97 +1,103 @@
-"""Packed inputs of every kind that can be read, and files that are refused with the way out."""
+"""data/text/inputs.py: which files are inputs, in which order, and what is refused."""
 
-import bz2
 import gzip
-import lzma
+import os
 
 import pytest
-from text_inputs import GOOD, build, json_lines, texts_of, write_files, zstd
+from text_inputs import GOOD, build, json_lines, texts_of, write_files
 
 from base.errors import UserError
+from data.corpus.corpus import read_manifest
 from data.text.inputs import find_inputs
 
-PACKERS = {".gz": gzip.compress, ".zst": zstd, ".xz": lzma.compress, ".bz2": bz2.compress}
-# An integer that Python refuses to convert, as valid JSON.
-LONG_INTEGER = "9" * 5000
+
+def names(source, kind=None):
+    return [file.name for file in find_inputs(str(source), kind)]
 
 
-def long_window(data: bytes) -> bytes:
-    """A zstd frame of one raw block with a window of 2 GiB, as `zstd --long=31` writes in a pipe.
+def test_order_is_numeric_and_not_that_of_the_folder(tmp_path):
+    for folder, order in (("a", (1, 2, 10)), ("b", (10, 1, 2))):
+        for number in order:
+            write_files(tmp_path / folder, {f"part-{number}.jsonl": json_lines([f"text {number}"])})
+        assert names(tmp_path / folder) == ["part-1.jsonl", "part-2.jsonl", "part-10.jsonl"]
+        build(tmp_path / folder, tmp_path / f"c-{folder}")
+    assert texts_of(tmp_path / "c-a") == ["text 1", "text 2", "text 10"]
+    ids = {read_manifest(tmp_path / f"c-{one}")["corpus_id"] for one in "ab"}
+    assert len(ids) == 1
+    assert "numeric order" in read_manifest(tmp_path / "c-a")["input_files"]["order_rule"]
+    glob = tmp_path / "a" / "part-1*.jsonl"
+    assert names(glob) == ["part-1.jsonl", "part-10.jsonl"]
+    both = f"{tmp_path / 'a' / 'part-2.jsonl'} {tmp_path / 'b'}"
+    assert names(both) == ["a/part-2.jsonl"] + [f"b/part-{n}.jsonl" for n in (1, 2, 10)]
 
-    RFC 8878: magic, frame header 0 (no size, no checksum), window 2**(10 + 21), block header.
-    """
-    block = (1 | len(data) << 3).to_bytes(3, "little")
-    return b"\x28\xb5\x2f\xfd" + bytes([0, 21 << 3]) + block + data
+
+def test_pages_are_text(tmp_path):
+    packed = gzip.compress(b"c", mtime=0)
+    files = {"a.md": "# A", "b.markdown": "b", "c.rst.gz": packed, "d.txt": ""}
+    folder = write_files(tmp_path / "in", files)
+    assert names(folder) == ["a.md", "b.markdown", "c.rst.gz", "d.txt"]
+    assert {file.kind for file in find_inputs(str(folder), None)} == {"text"}
 
 
-@pytest.mark.parametrize("suffix", PACKERS)
-def test_a_packed_file_gives_the_same_documents_as_the_plain_one(tmp_path, suffix):
-    pack, lines = PACKERS[suffix], json_lines(GOOD[:20])
-    source = write_files(
-        tmp_path / "in",
-        {
-            f"a.jsonl{suffix}": pack(lines) + pack(json_lines(GOOD[20:])),  # two members
-            f"b.txt{suffix}": pack(b"a text file"),
-        },
+def test_one_file_twice_is_refused_under_any_name(tmp_path):
+    folder = write_files(tmp_path / "in", {"x.jsonl": json_lines(GOOD)})
+    (folder / "link.jsonl").symlink_to(folder / "x.jsonl")
+    with pytest.raises(UserError, match="is the same file as"):
+        names(folder)
+    (folder / "link.jsonl").unlink()
+    os.link(folder / "x.jsonl", folder / "hard.jsonl")
+    with pytest.raises(UserError, match="is the same file as"):
+        names(folder)
+    with pytest.raises(UserError, match="is the same file as"):
+        names(f"{folder / 'x.jsonl'} {tmp_path / 'in' / '.' / 'x.jsonl'}")
+
+
+def test_what_is_not_understood_is_refused_and_hidden_files_are_not_read(tmp_path):
+    folder = write_files(tmp_path / "in", {"x.jsonl": b"", ".hidden": "x", ".git/y.jsonl": "x"})
+    assert names(folder) == ["x.jsonl"]
+    write_files(folder, {"README.md": "about"})
+    with pytest.raises(
+        UserError, match=r"README.md: is a page beside files .*; name what is to be"
+    ):
+        names(folder)
+    (folder / "README.md").rename(folder / "notes.org")
+    with pytest.raises(UserError, match=r"notes.org: is of an unknown kind; name what is to be"):
+        names(folder)
+    with pytest.raises(UserError, match=r"notes.org: is of an unknown kind .*kind=jsonl"):
+        names(folder / "notes.org")
+    assert names(folder / "notes.org", "text") == ["notes.org"]
+    (folder / "notes.org").unlink()
+    (folder / "more").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="is a link to a folder"):
+        names(folder)
+    (folder / "more").unlink()
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is a link to nothing"):
+        names(folder)
+    for nothing in (tmp_path / "nowhere", tmp_path / "*.jsonl", ""):
+        with pytest.raises(UserError, match="there is no"):
+            names(nothing)
+
+
+def test_what_a_glob_finds_is_read_whole_or_refused(tmp_path):
+    folder = write_files(
+        tmp_path / "my texts", {"a.jsonl": b"", "sub/b.jsonl": b"", ".c.jsonl": b""}
     )
-    build(source, tmp_path / "c")
-    assert texts_of(tmp_path / "c") == [*GOOD, "a text file"]
-
-
-@pytest.mark.parametrize("suffix", PACKERS)
-def test_a_packed_file_that_is_cut_or_misnamed_is_refused(tmp_path, suffix):
-    packed = PACKERS[suffix](json_lines(GOOD))
-    cases = {
-        f"cut.jsonl{suffix}": (packed[:-9], "cannot be read to its end"),
-        f"plain.jsonl{suffix}": (json_lines(GOOD), f"is named {suffix} but begins with"),
-        "hidden.jsonl": (packed, f"holds {suffix} data; rename it to hidden.jsonl{suffix}"),
-    }
-    for name, (data, message) in cases.items():
-        source = write_files(tmp_path / name.split(".")[0], {name: data})
-        with pytest.raises(UserError, match=message):
-            build(source, tmp_path / "c")
-        assert not (tmp_path / "c").exists()
-
-
-def test_a_long_window_is_refused_as_that_with_the_command_that_repacks_it(tmp_path):
-    name = "a long one.jsonl.zst"
-    write_files(tmp_path, {name: zstd(json_lines(GOOD[:1])) + long_window(json_lines(GOOD[1:]))})
-    with pytest.raises(UserError) as caught:
-        build(tmp_path / name, tmp_path / "c")
-    (problem,) = caught.value.problems
-    assert "packed with a window of more than 128 MiB" in problem
-    assert f"zstd -d --long=31 -c '{tmp_path / name}' | zstd -o " in problem
-    assert "damaged" not in problem
-    assert "a long one.short.jsonl.zst" in problem
-
-
-def test_a_pointer_of_git_lfs_is_never_text(tmp_path):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-    for name in ("x.txt", "x.jsonl", "x.jsonl.gz", "x.parquet"):
-        write_files(tmp_path, {name: pointer})
-        with pytest.raises(UserError, match=r"is a Git LFS pointer.*git lfs pull"):
-            find_inputs(str(tmp_path / name))
-
-
-def test_an_integer_of_any_length_beside_the_text_changes_nothing(tmp_path):
-    line = f'{{"text": "kept", "n": {LONG_INTEGER}, "id": {LONG_INTEGER}}}\n'
-    write_files(tmp_path, {"x.jsonl": line, "y.jsonl": f'{{"text": {LONG_INTEGER}}}\n'})
-    for words in ((), ("id=id",), ("id=n",)):
-        build(tmp_path / "x.jsonl", tmp_path / f"c{len(words)}{words[-1:]}", *words)
-        assert texts_of(tmp_path / f"c{len(words)}{words[-1:]}") == ["kept"]
-    with pytest.raises(UserError, match=r"y.jsonl:1: field 'text' is a number \(.*expected text"):
-        build(tmp_path / "y.jsonl", tmp_path / "d")
-    twice = f'{{"text": "a", "n": {LONG_INTEGER}, "text": "b"}}\n'
-    write_files(tmp_path, {"z.jsonl": twice})
-    with pytest.raises(UserError, match="appears more than once"):
-        build(tmp_path / "z.jsonl", tmp_path / "e")
-
-
-def test_a_held_out_file_may_hold_integers_of_any_length_and_no_endless_nesting(tmp_path):
-    lines = [f'{{"text": "{text}", "id": {LONG_INTEGER}{i}}}\n' for i, text in enumerate(GOOD)]
-    write_files(tmp_path, {"x.jsonl": "".join(lines), "held": f'{{"id": {LONG_INTEGER}0}}\n'})
-    build(tmp_path / "x.jsonl", tmp_path / "c", "id=id", f"held_out={tmp_path / 'held'}")
-    assert texts_of(tmp_path / "c", "valid") == GOOD[:1]
-    write_files(tmp_path, {"deep": '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}\n"})
-    with pytest.raises(UserError, match="deep:1: is neither JSON nor an id"):
-        build(tmp_path / "x.jsonl", tmp_path / "d", "id=id", f"held_out={tmp_path / 'deep'}")
+    for text in (folder / "*", folder / "**", tmp_path / "my*"):
+        assert names(text) == ["a.jsonl", "sub/b.jsonl"]
+    assert names(folder / "*.jsonl") == ["a.jsonl"]
+    write_files(folder, {"sub/notes.md": "about"})
+    with pytest.raises(UserError, match=r"notes.md: is a page beside files of another kind"):
+        names(folder / "*")
+    folder.rename(tmp_path / "mine")
+    both = f"{tmp_path}/mine/sub/b.jsonl {tmp_path}/mine/sub/notes.md"
+    assert names(both) == ["b.jsonl", "notes.md"]  # named, so meant
+    (tmp_path / "mine").rename(folder)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone.jsonl: is a link to nothing"):
+        names(folder / "*.jsonl")
+    (folder / "gone.jsonl").unlink()
+    os.mkfifo(folder / "pipe.jsonl")
+    for text in (folder / "*.jsonl", folder / "pipe.jsonl"):
+        with pytest.raises(UserError, match=r"pipe.jsonl: is a pipe, a socket or a device"):
+            names(text)

@@ -16,6 +16,7 @@ from scripted_cards import script
 from base.errors import UserError
 from commands import pretrain
 from launch.hosts import facts, network
+from launch.hosts.own_gpus import ranks_of_gpus
 from recipes.compose import compose
 
 
@@ -52,10 +53,27 @@ def test_a_start_on_this_machine_refuses_an_ailing_card_of_its_ranks(tmp_path, m
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     recipe = compose("tiny", ["run=a"]).recipe
     monkeypatch.setattr(pretrain, "ROOT", tmp_path)
-    monkeypatch.setattr(pretrain, "check", lambda words, ranks: pretrain.Checked(recipe, 0.0))
+    monkeypatch.setattr(pretrain, "check", lambda recipe, ranks: 0.0)
     with pytest.raises(UserError, match=r"GPU 1: a memory row waits for a reset.*reset the GPU"):
-        pretrain.start_here(["recipe=tiny"], 2, once=False)
+        pretrain.start_here(recipe, ["recipe=tiny"], 2, once=False)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_on_this_machine_takes_all_gpus_and_reports_idle_ones(
+    tmp_path, monkeypatch, capsys
+):
+    show_cards(tmp_path, monkeypatch, *([{}] * 8))
+    tiny = compose("tiny", []).recipe
+    assert ranks_of_gpus(tiny) == 4
+    pretrain.RunHere(tiny, [], 4, None, is_given=False).prepare(None)
+    shown = capsys.readouterr().out
+    assert shown.startswith("4 of 8 GPUs are used, 4 idle: batch_tokens=2048 is not a multiple of")
+    pretrain.RunHere(tiny, [], 2, None, is_given=True).prepare(None)
+    assert capsys.readouterr().out == "2 of 8 GPUs are used, 6 idle (NPROC=8 uses all)\n"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert ranks_of_gpus(tiny) == 2
+    pretrain.RunHere(tiny, [], 2, None, is_given=False).prepare(None)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_host_without_a_driver_has_no_cards_unless_there_are_device_files(monkeypatch):

@@ -21,7 +21,7 @@ from scripted_cards import HEALTHY, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel import collectives
-from recipes.schema import Hardware
+from recipes.output_knobs import Hardware
 from record.records import read_events, read_lines, read_metrics
 from runtime.monitor import devices, own_time, readings
 from runtime.monitor.clock import StepClock
