@@ -40,11 +40,11 @@ def clone(tmp_path_factory) -> Path:
     return clone
 
 
-def make(clone: Path, command: str, *words: str, timeout_s: float = 400):
-    """`make command words...` with the overrides of a small model."""
+def make(clone: Path, name: str, *words: str, timeout_s: float = 400):
+    """`make name words...`, for `compare` with the overrides of a small model."""
     small = " ".join(word for word in SMALL[1:] if not word.startswith("eval_"))
-    command = ["make", command, f"PYTHON={sys.executable}", *words]
-    if command == "compare" and not any(word.startswith("RUNS=") for word in words):
+    command = ["make", name, f"PYTHON={sys.executable}", *words]
+    if name == "compare" and not any(word.startswith("RUNS=") for word in words):
         command.append(f"OVERRIDES={small}")
     return run_command(command, timeout_s, cwd=clone, PYTHONPATH=str(clone))
 
