@@ -57,6 +57,7 @@ from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
+from runtime.same_recipe import same_recipe
 from runtime.saving import Saver, Unsaved
 from runtime.starting import (
     description,
@@ -123,6 +124,7 @@ def prepare(arguments: list[str]) -> Run | None:
     check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    same_recipe(recipe, resolved.config, ranks)
     if recipe.resume != "fresh":
         same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
@@ -201,10 +203,11 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
         steps.start, steps[-1], run.data_rank, layout.data, layout.micro_batch
     ) as batches:
         telemetry.start()
+        run.saver.timer.restart()
         for step in steps:
             # Batch and learning rate: functions of the step.
             telemetry.begin(step)
-            REQUESTS.send()
+            REQUESTS.send(run.saver.timer.is_over())
             with telemetry.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(one, run.process.device) for one in data.micro_batches]
@@ -263,7 +266,8 @@ def decide(run: Run, step: int) -> Decision:
     is_last = step == run.resolved.last_step
     ending = REQUESTS.answer(is_last)
     run.saver.poll()
-    saves = run.saver.is_due(step, ending is not None and ending.saves)
+    is_asked = ending is not None and ending.saves
+    saves = run.saver.is_due(step, is_asked, REQUESTS.is_save_due)
     return Decision(step, saves, ending, is_last)
 
 

@@ -15,7 +15,7 @@ from base.exits import FINISHED
 from base.table import table
 from base.units import duration
 from checkpoint.lineage import MARK
-from record.run_state import RunState, state_of
+from record.run_status import RunStatus, status_of
 from runtime.log.console import number
 
 HEAD = ["run", "state", "step", "loss", "val loss", "checkpoint", "last active"]
@@ -33,7 +33,7 @@ def show(runs: Path) -> int:
     states, damaged = [], []
     for mark in sorted(runs.glob(f"*/{MARK}")):
         try:
-            states.append(state_of(mark.parent))
+            states.append(status_of(mark.parent))
         except (UserError, OSError) as error:
             damaged.append(f"{mark.parent.name} cannot be read: {error}")
     states.sort(key=lambda state: state.active_s)
@@ -45,7 +45,7 @@ def show(runs: Path) -> int:
     return FINISHED
 
 
-def row(state: RunState) -> list[str]:
+def row(state: RunStatus) -> list[str]:
     """The cells of one run."""
     of = f"/{state.total_steps}" if state.total_steps else ""
     last = state.lines[-1] if state.lines else None

@@ -20,7 +20,7 @@ from record.attempts import ENDINGS, FAILURES, is_end, unix_s
 from record.event_lines import failure_text, line_of
 from record.records import notes
 from record.requests import read_request
-from record.run_state import RunState, recipe_text, state_of, world_of
+from record.run_status import RunStatus, recipe_text, status_of, world_of
 from runtime.log.console import number
 
 ROUTINE = (
@@ -59,17 +59,17 @@ def last_change_s(folder: Path) -> float:
 
 def show(folder: Path) -> int:
     """Print the status of a run; returns the exit status."""
-    print("\n".join([*describe(state_of(folder)), *notes(folder)]))
+    print("\n".join([*describe(status_of(folder)), *notes(folder)]))
     return FINISHED
 
 
-def describe(state: RunState) -> list[str]:
+def describe(state: RunStatus) -> list[str]:
     """The status as lines of text."""
     doing = alive(state) if state.is_running else ended(state)
     return [*doing, *numbers(state), *checkpoints(state), *attempts(state), *alarms(state)]
 
 
-def alive(state: RunState) -> list[str]:
+def alive(state: RunStatus) -> list[str]:
     """Lines about a run that is alive."""
     seen, newest = state.seen, max((event["attempt"] for event in state.events), default=1)
     doing = "ranks are starting"
@@ -86,7 +86,7 @@ def alive(state: RunState) -> list[str]:
     return lines
 
 
-def ended(state: RunState) -> list[str]:
+def ended(state: RunStatus) -> list[str]:
     """Lines about a run that is not alive: how it ended, and the next command."""
     name, ends = state.folder.name, [event for event in state.events if is_end(event)]
     if not state.events:
@@ -108,7 +108,7 @@ def ended(state: RunState) -> list[str]:
     return [*lines, *opened(state), *next_command(state)]
 
 
-def opened(state: RunState) -> list[str]:
+def opened(state: RunStatus) -> list[str]:
     """A line about a rewind or a branch after which no attempt has begun yet."""
     if not state.is_rewound:
         return []
@@ -122,7 +122,7 @@ def opened(state: RunState) -> list[str]:
     ]
 
 
-def next_command(state: RunState) -> list[str]:
+def next_command(state: RunStatus) -> list[str]:
     """The next command for a run that is not alive."""
     name, total, last = state.folder.name, state.total_steps, state.last_step
     if state.launcher:
@@ -151,7 +151,7 @@ def next_command(state: RunState) -> list[str]:
     return [f"  next: {what} goes on from {where}; on this host: {command}"]
 
 
-def numbers(state: RunState) -> list[str]:
+def numbers(state: RunStatus) -> list[str]:
     """The newest numbers of the record."""
     if not state.lines:
         return []
@@ -176,7 +176,7 @@ def numbers(state: RunState) -> list[str]:
     return ["  " + "  ".join([*fields, age])]
 
 
-def checkpoints(state: RunState) -> list[str]:
+def checkpoints(state: RunStatus) -> list[str]:
     """The newest checkpoint, and how much training a kill would lose now."""
     is_at_risk = state.is_running or state.launcher is not None
     if state.saved is None:
@@ -193,7 +193,7 @@ def checkpoints(state: RunState) -> list[str]:
     return [f"{lines}; a kill now would lose {counted(behind, 'step')}{spent}"]
 
 
-def attempts(state: RunState) -> list[str]:
+def attempts(state: RunStatus) -> list[str]:
     """Number of attempts and failures, and the reason of the newest failure."""
     failed = [event for event in state.events if is_end(event) and event["cause"] in FAILURES]
     lines = [f"  attempts: {state.num_attempts}, failures: {len(failed)}"]
@@ -202,7 +202,7 @@ def attempts(state: RunState) -> list[str]:
     return lines
 
 
-def alarms(state: RunState) -> list[str]:
+def alarms(state: RunStatus) -> list[str]:
     """The newest events that are no routine, without those that are only for the record."""
     odd = [e for e in state.events if e["kind"] not in ROUTINE and not e.get("is_quiet")]
     if not odd:
@@ -213,7 +213,7 @@ def alarms(state: RunState) -> list[str]:
     ]
 
 
-def of_steps(state: RunState) -> str:
+def of_steps(state: RunStatus) -> str:
     """` of 200`, where the number of steps is known."""
     return f" of {state.total_steps}" if state.total_steps else ""
 

@@ -15,7 +15,7 @@ records.py                 reading, repairing and appending the JSON-lines files
 requests.py                signals and `make stop`: how all ranks agree to end after one step
 resuming.py                whether a start continues a run, from which step, or is refused
 run_folder.py              runs/<run>/: made once by rank 0, guarded by a lock and a lease
-run_state.py               the state of a run as `make status` and `make runs` show it
+run_status.py               the state of a run as `make status` and `make runs` show it
 supervisor_log.py          what the supervisor reads and writes between two attempts
 trust.py                   refuses run folders that untrusted users could change
 """

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,18 @@ PHASES = {"eval": "evaluate", "save": "save"}  # phase of the loop's clock -> ph
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does now. `part` = a phase of the loop's clock; `step_s` since the step began."""
+
+    phase: str
+    step: int
+    part: str
+    micro_batch: int  # from 1; 0 = not known
+    micro_batches: int
+    step_s: float
+
+
 class Heart:
     """The beats of this process; none before `begin`, and none where no launcher reads them."""
 
@@ -46,6 +59,7 @@ class Heart:
         self._file: int | None = None
         self._shown: int | None = None
         self._shown_phase, self._shown_at = "", float("-inf")
+        self._part, self._micro_batch, self._step_began = "", 0, now()
         self.failure: Failure | None = None  # the exception that ends this rank
         self._failure_path: Path | None = None
 
@@ -66,6 +80,8 @@ class Heart:
 
     def beat(self, phase: str, step: int | None = None, parts: int | None = None) -> None:
         """Record that this rank is in `phase`; step and parts stay as they are if not given."""
+        if step is not None and step != self._step:
+            self._step_began, self._micro_batch = self._now(), 0
         self._phase = phase
         self._step = self._step if step is None else step
         self._parts = self._parts if parts is None else parts
@@ -82,22 +98,37 @@ class Heart:
             self._shown = os.open(run_folder / SHOWN, os.O_WRONLY | os.O_CREAT, 0o644)
             self._show()
 
+    def at_micro_batch(self, number: int) -> None:
+        """Note that micro-batch `number` of the step, from 1, begins; costs no system call."""
+        self._micro_batch = number
+
+    def doing(self) -> Doing:
+        """What this rank does now; any thread may ask."""
+        return Doing(
+            self._phase,
+            self._step,
+            self._part,
+            self._micro_batch,
+            self._parts,
+            self._now() - self._step_began,
+        )
+
     def around(self, phase: Callable[[str], Any]) -> Callable[[str], Any]:
-        """Wrap the clock's `phase` so that evaluations and saves also beat."""
+        """Wrap the clock's `phase`: each part is noted, and evaluations and saves also beat."""
 
         @contextlib.contextmanager
         def beating(name: str) -> Iterator[None]:
-            if name not in PHASES:
-                with phase(name):
-                    yield
-                return
+            part, self._part = self._part, name
             before = self._phase
-            self.beat(PHASES[name])
+            if name in PHASES:
+                self.beat(PHASES[name])
             try:
                 with phase(name):
                     yield
             finally:
-                self.beat(before)
+                self._part = part
+                if name in PHASES:
+                    self.beat(before)
 
         return beating
 

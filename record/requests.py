@@ -18,7 +18,7 @@ import datetime
 import json
 import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from base.exits import FINISHED, INTERRUPTED, REQUEUE
+from base.run_variables import LAUNCH
 
 REQUEST = "stop.request"
 BETWEEN_ATTEMPTS = "asked between two attempts"  # reason of an end in which no rank took part
@@ -68,6 +69,8 @@ class Requests:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._code, self._heard_at = 0, 0.0
+        self._sent = 0  # twice the code, and one more where a save is due
+        self.is_save_due = False  # by rank 0's clock, the same on all ranks after `answer`
         self._is_importing = self._is_training = False
         self._request: Path | None = None  # rank 0 looks for it
         self._looked_at = float("-inf")
@@ -99,14 +102,20 @@ class Requests:
             self._group = dist.new_group(backend="gloo", timeout=limit)
             self._flag = torch.zeros((), dtype=torch.int32)
         self._is_training = True
+        if LAUNCH not in os.environ and dist.get_rank() == 0:
+            acknowledge()
 
-    def send(self) -> None:
-        """Send this rank's flag to the others, before a step; returns at once."""
+    def send(self, is_save_due: bool = False) -> None:
+        """Send this rank's flag to the others, before a step; returns at once.
+
+        `is_save_due`: the time of rank 0 says that the state after this step is to be saved.
+        """
         self._look()
+        self._sent = 2 * self._code + (is_save_due and self._request is not None)
         if self._group is not None:
             import torch.distributed as dist
 
-            self._flag.fill_(self._code)
+            self._flag.fill_(self._sent)
             self._work = dist.all_reduce(
                 self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
@@ -117,9 +126,10 @@ class Requests:
         None = they go on, or this was the last step anyway.
         """
         code = self._code
+        self.is_save_due = bool(self._sent % 2)
         if self._group is not None:
             self._work.wait()
-            code = int(self._flag)
+            code, self.is_save_due = int(self._flag) // 2, bool(int(self._flag) % 2)
         return None if is_last else ENDINGS.get(code)
 
     def now(self) -> Ending | None:
@@ -149,10 +159,37 @@ class Requests:
                 os._exit(ENDINGS[code].status)
             if not self._is_training:
                 raise AskedEarly(ENDINGS[code])
-            if number == signal.SIGINT and sys.stderr.isatty():
-                os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
         elif number == signal.SIGINT or now - self._heard_at > AGAIN_S:
             os._exit(128 + number)
+
+
+def acknowledge() -> None:
+    """Print a line for each first signal at once, also while the main thread is inside C code.
+
+    Python calls a signal's handler only between two of its own instructions, which may be a whole
+    step later. The bytes that the interpreter writes for each signal come at once, and a thread
+    reads them. A launcher of this project prints the line itself.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def read() -> None:
+        seen = set()
+        while number := os.read(reader, 1):
+            if number[0] in SIGNALS and not seen:
+                seen.add(number[0])
+                with contextlib.suppress(OSError):
+                    os.write(2, heard_text(number[0]).encode())
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+
+
+def heard_text(number: int) -> str:
+    """The line that acknowledges a signal which asks a run to end."""
+    again = "Ctrl-C again" if number == signal.SIGINT else "the same signal again"
+    when = "ending after this step, with a save (before the first step: at once)"
+    return f"\n{signal.Signals(number).name}: {when}; {again}: at once\n"
 
 
 def ask(run_folder: Path, *, now: bool, who: str) -> None:

@@ -31,6 +31,7 @@ from launch.ranks.screen import Screen
 from launch.ranks.shutdown import AGAIN_S, patience_s
 from recipes.schema import Watch
 from record.attempts import Attempt, RankEnd
+from record.requests import heard_text
 
 # SIGUSR1 is SLURM's warning before its time limit: ranks save and ask to be put back in the queue.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -101,8 +102,9 @@ def order_of(
     run_folder: str | None,
     lost_s: float = LOST_S,
     limits: Watch | None = None,
+    composed: str | None = None,
 ) -> dict[str, Any]:
-    """The order that the agents of all hosts get."""
+    """The order that the agents of all hosts get; `composed` is the text of a composed recipe."""
     return {
         "do": "ranks",
         "hosts": plan.hosts,
@@ -114,6 +116,7 @@ def order_of(
         "shown": [0],
         "lost_s": lost_s,
         "limits": limits and asdict(limits),
+        "composed": composed,
     }
 
 
@@ -231,8 +234,9 @@ class StopSignals:
         if self.first is None:
             self.first, self._first_at = number, time.monotonic()
             self._stop(number)
-            if number == signal.SIGINT and sys.stderr.isatty():
-                os.write(2, b"\nending after this step, with a save; Ctrl-C again: at once\n")
+            if self._again is not None:  # ranks are alive
+                with contextlib.suppress(OSError):
+                    os.write(2, heard_text(number).encode())
         elif number != signal.SIGINT and time.monotonic() - self._first_at < AGAIN_S:
             return
         elif self._again:

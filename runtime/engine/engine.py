@@ -28,6 +28,7 @@ from checkpoint.save.replicas import Replica
 from model.config import DecoderConfig
 from parallel.mesh import Mesh
 from recipes.schema import Recipe
+from record.heartbeat import HEART
 from runtime.engine.update_gate import MayUpdate, UpdateGate
 from runtime.process.process import Process
 
@@ -94,6 +95,7 @@ class Engine:
         with phase("compute"):
             for index, batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
+                HEART.at_micro_batch(index + 1)
                 self.ds.set_gradient_accumulation_boundary(is_last)
                 part = self.ds(**batch, num_items_in_batch=targets).loss
                 self.ds.backward(part * data.size, scale_wrt_gas=False)

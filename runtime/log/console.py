@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -56,6 +57,7 @@ class Console:
         self._val: tuple[int, float | None] | None = None  # newest evaluation: step, loss
         self._shown = ""
         self._drawn_at = float("-inf")
+        self._lock = threading.Lock()
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show one line of the metrics."""
@@ -82,6 +84,13 @@ class Console:
         clear = TO_LINE_START_AND_CLEAR if self._shown else ""
         self._put(f"{clear}{text}\n{self._shown}")
 
+    def busy(self, text: str, is_due: bool) -> None:
+        """Show where a long step is: in the live line, or in a pipe where a line is due."""
+        if self._is_live:
+            self._draw(text[: max(1, self._columns() - 1)], is_skipped=False)
+        elif is_due:
+            self._put(f"{text}\n")
+
     def close(self) -> None:
         """End the live line, so that later output starts on a new one; may be called twice."""
         if self._shown:
@@ -89,8 +98,9 @@ class Console:
             self._shown = ""
 
     def _put(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with self._lock:  # a thread shows long steps (runtime.log.long_step)
+            self._stream.write(text)
+            self._stream.flush()
 
     def _draw(self, text: str, is_skipped: bool) -> None:
         color = YELLOW if is_skipped else GREEN

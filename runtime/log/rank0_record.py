@@ -39,6 +39,7 @@ from runtime.ds_config.state_bytes import of_layout
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
+from runtime.log.long_step import LongStep
 from runtime.log.metrics import MetricsWriter, StepNumbers, hyper_parameters
 from runtime.monitor.clock import TimeSpan
 from runtime.monitor.readings import DeviceReading, News, RankTimes
@@ -85,6 +86,7 @@ class RunRecord:
         self.console = Console(
             name, resolved.last_step, after_step=after_step, every=recipe.log.every
         )
+        self._long_step = LongStep(self.console, HEART, resolved.last_step)
         self._warms_up = bool(recipe.seq_len_warmup)
         self._flops_per_token = functools.cache(functools.partial(flops_per_token, recipe.model))
         device = run_folder.device_name(process.device)
@@ -110,6 +112,7 @@ class RunRecord:
                 *(() if recipe.log.communication else ("communication_mib",)),
             ],
         )
+        self._long_step.start()
 
     def log(self, lines: Iterable[str]) -> None:
         """Print each text as a line of its own."""
@@ -275,6 +278,7 @@ class RunRecord:
 
     def ended(self, error: BaseException) -> None:
         """Record why this attempt ends before its last step, unless its end is recorded already."""
+        self._long_step.close()
         if self.is_closed:
             return
         if isinstance(error, Fenced):  # the record belongs to another attempt now
@@ -301,6 +305,7 @@ class RunRecord:
 
     def close(self, cause: str, **facts: Any) -> None:
         """Record the end with `facts`, finish every file, and print the run's numbers."""
+        self._long_step.close()
         self.writer.event(cause, **facts)
         self.is_closed = True
         self.alert.close()

@@ -21,7 +21,7 @@ from ranks import PATIENCE, environment
 
 from commands import events, runs, status, stop
 from commands import goodput as goodput_command
-from record import goodput, history, presence, requests, run_state
+from record import goodput, history, presence, requests, run_status
 from record.records import read_events, read_metrics, record_event
 from record.supervisor_log import SupervisorLog
 from runtime.log.event_files import segment_folder
@@ -112,7 +112,7 @@ def test_status_of_a_finished_run_sends_nobody_to_train(folder, capsys):
 
 def test_status_of_a_run_that_was_killed_on_its_way_out_sends_nobody_to_train_either(folder):
     over(folder, "killed")
-    saved = dataclasses.replace(run_state.state_of(folder), saved=(50, time.time()))
+    saved = dataclasses.replace(run_status.status_of(folder), saved=(50, time.time()))
     assert "nothing is left to train" in "\n".join(status.describe(saved))
     assert "make pretrain" in "\n".join(
         status.describe(dataclasses.replace(saved, saved=(49, time.time())))
@@ -288,14 +288,14 @@ def test_status_right_after_a_rewind_shows_the_step_it_went_back_to(folder, caps
     assert "step 2 of 50" not in out
     assert "nothing is left to train" not in out
     assert "make pretrain RECIPE=runs/mine/recipe.yaml" in out
-    assert run_state.state_of(folder).word == "rewound"
+    assert run_status.status_of(folder).word == "rewound"
 
 
 def test_status_of_a_run_that_reached_stop_after_says_how_to_go_on(folder, capsys):
     record_event(folder, "began", attempt=1, after_step=0, world=2, last_step=2, total_steps=50)
     record_event(folder, "finished", attempt=1, step=2, is_saved=True)
     over(folder, "finished")
-    saved = dataclasses.replace(run_state.state_of(folder), saved=(2, time.time()))
+    saved = dataclasses.replace(run_status.status_of(folder), saved=(2, time.time()))
     out = "\n".join(status.describe(saved))
     assert "stop_after=2 is reached, 50 steps are planned" in out
     assert 'NPROC=2 OVERRIDES="stop_after=null resume=auto"' in out
@@ -310,7 +310,7 @@ def test_status_counts_steps_of_a_recipe_in_tokens_as_the_attempt_resolved_them(
 
 
 def test_status_of_a_living_run_says_what_a_kill_would_lose(folder, held):
-    state = run_state.state_of(folder)
+    state = run_status.status_of(folder)
     assert "no checkpoint yet; a kill now would lose all 2 steps" in "\n".join(
         status.describe(state)
     )
@@ -491,6 +491,6 @@ def test_every_second_of_the_run_is_accounted_for(real):
     assert total["redone"] > 0
     assert all(seconds >= -0.01 for seconds in total.values())
     assert total["other"] < 0.1 * sum(total.values())
-    reported = "\n".join(status.describe(run_state.state_of(run)))
+    reported = "\n".join(status.describe(run_status.status_of(run)))
     assert "does not run" in reported
     assert "stopped; steps" in reported

@@ -125,7 +125,7 @@ def test_without_a_command_nothing_is_started():
 def test_a_command_that_is_no_list_or_holds_a_secret_is_refused():
     with pytest.raises(UserError) as refused:
         compose("tiny", ["alerts.command=mail", "alerts.timeout_s=0"])
-    assert "is not a list of texts" in str(refused.value)
+    assert "a list has brackets; write alerts.command=[mail]" in str(refused.value)
     assert "alerts.timeout_s=0" in str(refused.value)
     for words in (
         "--token,abcdefgh",

@@ -189,3 +189,63 @@ def test_ranks_that_die_of_the_signal_before_they_can_hear_it_are_preempted():
     trained = [RankEnd(0, -9, 1.0, was_stopped=True, phase="step", step=7)]
     assert exit_status(trained, signal.SIGTERM) == 143
     assert exit_status(ends, signal.SIGINT) == 130
+
+
+ACKNOWLEDGED = """
+import ctypes, os, signal, sys, threading, time
+import torch.distributed as dist
+from record.requests import Requests
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+requests = Requests()
+requests.listen()
+requests.begin(__import__("pathlib").Path(sys.argv[1]), 60)
+print("ready", flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as in C: no handler runs
+ctypes.CDLL(None).usleep(4_000_000)
+print("woke", flush=True)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+assert requests.now().cause == "preempted"
+print("asked", flush=True)
+"""
+
+
+def test_a_signal_is_acknowledged_at_once_also_within_a_long_step(tmp_path):
+    """The line comes while the main thread is in C code, long before the step ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ACKNOWLEDGED, str(tmp_path)],
+        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if line.startswith("ready"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0, lines
+    heard = next(n for n, line in enumerate(lines) if line.startswith("SIGTERM: ending after this"))
+    assert lines.index("ready") < heard < lines.index("woke") < lines.index("asked"), lines
+
+
+def test_the_launcher_acknowledges_a_signal_while_ranks_live(capfd):
+    stop_signals = StopSignals()
+    stop_signals(signal.SIGTERM, None)
+    assert capfd.readouterr().err == ""  # nothing runs yet
+    stop_signals = StopSignals()
+    asked = []
+    stop_signals.then(asked.append, lambda: asked.append("kill"))
+    stop_signals(signal.SIGTERM, None)
+    assert asked == [signal.SIGTERM]
+    assert "SIGTERM: ending after this step, with a save" in capfd.readouterr().err
+
+
+def test_the_clock_of_rank_0_says_when_a_save_is_due_beside_any_request(tmp_path, clock):
+    first, other = training(clock, tmp_path), training(clock)
+    first.send(is_save_due=True)
+    assert (first.answer(), first.is_save_due) == (None, True)
+    first.send()
+    assert (first.answer(), first.is_save_due) == (None, False)
+    first._hear(signal.SIGTERM, None)
+    first.send(is_save_due=True)
+    assert (first.answer().cause, first.is_save_due) == ("preempted", True)
+    other.send(is_save_due=True)
+    assert (other.answer(), other.is_save_due) == (None, False)

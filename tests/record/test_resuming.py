@@ -182,7 +182,7 @@ def test_another_training_under_the_name_of_a_run_is_named_first_with_two_ways_o
         "run=r: this run holds another training, with a checkpoint of step 4. To train this one"
         " beside it, add run=NAME; to replace it, add resume=fresh"
     )
-    assert "identity.corpora.synthetic" in refused.value.problems[1]
+    assert "data.sources.synthetic.corpus holds another corpus" in refused.value.problems[1]
     with pytest.raises(UserError) as refused:  # the same training with another rate
         stands(run, "optim.lr=1e-4")
     assert not any("another training" in line for line in refused.value.problems)
@@ -262,7 +262,7 @@ def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
         stands(run, words, corpora=both)
     found = stands(run, words, "allow=[data.sources]", corpora=both)
     assert found.step == 4
-    with pytest.raises(UserError, match=r"identity\.corpora\.synthetic"):
+    with pytest.raises(UserError, match="data.sources.synthetic.corpus holds another corpus"):
         stands(run, words, "allow=[data.sources]", corpora={"more": "cd"})
 
 

@@ -11,7 +11,7 @@ from faults import infect
 
 from commands import status
 from record.records import read_events, read_metrics
-from record.run_state import state_of
+from record.run_status import status_of
 from runtime.log.event_files import segment_folder
 
 ENDS = ["run=sick", "steps=12", "checkpoint.interval=5", "restart.attempts=1"]
@@ -37,7 +37,7 @@ def test_the_reason_of_a_failure_is_in_the_attempt_in_status_and_in_the_bundle(s
         assert event["error"]["step"] == 8
         assert event["why"].startswith("RuntimeError: mat1 and mat2 do not fit, at ")
     assert not read_events(sick, "failed")  # rank 0 only lost its peer
-    shown = "\n".join(status.describe(state_of(sick)))
+    shown = "\n".join(status.describe(status_of(sick)))
     assert "newest failure: attempt 2, rank 1 in phase step of step 8: RuntimeError" in shown
     (bundle,) = (sick / "bundles").iterdir()
     why = (bundle / "WHY.txt").read_text()
@@ -70,6 +70,6 @@ def test_an_attempt_that_finds_the_last_step_saved_leaves_a_line(sick):
     ends = read_events(sick, "attempt")
     assert [event["cause"] for event in ends[-2:]] == ["killed", "finished"]
     assert (ends[-1]["from_step"], ends[-1]["last_step"], ends[-1]["saved_step"]) == (12, 12, 12)
-    assert state_of(sick).word == "finished"
+    assert status_of(sick).word == "finished"
     start(clone, *ENDS, nproc=1)  # nothing more to say
     assert len(read_events(sick, "attempt")) == len(ends)

@@ -4,13 +4,14 @@
 
 The product has no hook for this: `infect` rewrites the clone's own pretrain.py. `rank` null = all
 ranks. `factor` multiplies the loss, and so its gradient; `raises` is the text of a RuntimeError;
-`sleep_s` seconds pass in the forward pass.
+`sleep_s` seconds pass in C code, where no signal handler of Python runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import time
+import signal
 from pathlib import Path
 
 ENTRY = 'if __name__ == "__main__":\n'
@@ -50,9 +51,21 @@ def install() -> None:
             if first <= now["data_step"] < end and fault["rank"] in (None, rank):
                 if "raises" in fault:
                     raise RuntimeError(fault["raises"])
-                time.sleep(fault.get("sleep_s", 0))
+                stand_in_c(fault.get("sleep_s", 0))
                 value = value * float(fault.get("factor", 1))
         return value
 
     health_monitor.HealthMonitor.begin = noting
     loss.cross_entropy = sharded_modules.cross_entropy = sick
+
+
+def stand_in_c(seconds: float) -> None:
+    """Spend `seconds` in one call of C code, in which no signal handler of Python runs.
+
+    Signals go to other threads meanwhile, so they do not end the sleep, as they would not end a
+    long kernel; other threads get the interpreter's lock.
+    """
+    if seconds:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        ctypes.CDLL(None).usleep(int(seconds * 1e6))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

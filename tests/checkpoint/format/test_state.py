@@ -68,7 +68,7 @@ def state(**changes):
     return RunState(**(values | dict(recipe=recipe, data=data, health=health) | changes))
 
 
-def test_a_run_state_goes_through_json_unchanged():
+def test_a_run_status_goes_through_json_unchanged():
     one = state(layout={"data": 2})
     assert RunState.from_dict(json.loads(json.dumps(one.as_dict()))) == one
 

@@ -1,4 +1,4 @@
-"""The state of a run as its folder shows it, for commands that look at it from outside.
+"""The status of a run as its folder shows it, for commands that look at it from outside.
 
 Rule: nothing is guessed. The run's lock says whether it is alive, the heartbeat of rank 0 says what
 it does, the history says which steps belong to it, and all numbers come from its record. Abandoned
@@ -32,7 +32,7 @@ RECENT = 20  # newest steps from which the speed is computed
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunStatus:
     """A run as its folder shows it at `now_s`."""
 
     folder: Path
@@ -145,14 +145,14 @@ class RunState:
         return int(found[1]) if found else None
 
 
-def state_of(folder: Path) -> RunState:
-    """Read the state of a run from its folder. Raises UserError where its history is damaged."""
+def status_of(folder: Path) -> RunStatus:
+    """Read the status of a run from its folder. Raises UserError where its history is damaged."""
     metrics = folder / METRICS
     saved = committed(folder / "checkpoints")
     newest = (saved[-1][0], (saved[-1][1] / NAME).stat().st_mtime) if saved else None
     lines, evaluated = newest_lines(folder)
     opened = segments(read(folder))
-    return RunState(
+    return RunStatus(
         folder,
         is_living(folder),
         shown(folder),
