@@ -5,6 +5,7 @@
 #   INCLUDE=a@b:0,1  EXCLUDE=c  VIA=ssh|pdsh  SSH="ssh -p 2222"  PASS="NAME OTHER"  SPARES=1
 #   IN=path-or-glob  OUT=corpora/mine  TOKENIZER=path  VOCAB=32000  WORKERS=8  CORPUS=corpora/mine
 #   SWEEP="zero=1,2,3 micro_batch=1,2"  STEPS=20  REPEATS=3  RUNS="a b c"  NAME=folder
+#   RANK=val_loss  SEEDS=3
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
@@ -48,6 +49,7 @@ DTYPE ?=
 SWEEP ?=
 STEPS ?=
 REPEATS ?=
+SEEDS ?=
 RUNS ?=
 NAME ?=
 DOC ?=
@@ -111,7 +113,7 @@ READ_BY_corpus-import := IN OUT TOKENIZER QUICK OVERRIDES
 READ_BY_corpus-verify := CORPUS WORKERS
 READ_BY_corpus-info := CORPUS
 READ_BY_tokenizer := IN VOCAB OUT OVERRIDES
-READ_BY_compare := RECIPE RUNS SWEEP STEPS REPEATS NAME OVERRIDES $(PLACES)
+READ_BY_compare := RECIPE RUNS SWEEP STEPS REPEATS SEEDS RANK NAME OVERRIDES $(PLACES)
 READ_BY_profile := RUN STEPS OVERRIDES $(PLACES)
 READ_BY_replay := RUN STEP SEGMENT $(PLACES)
 READ_BY_tensorboard := RUN PORT
@@ -130,7 +132,7 @@ READ = PYTHON $(OF_GOALS) $(if $(filter RUN,$(OF_GOALS)),RECIPE)
 
 KNOWN := PYTHON RECIPE $(PLACES) OVERRIDES RANK ALL FIND PORT TESTS RUN STEP PROMPT IN OUT TOKENIZER VOCAB WORKERS \
 	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO WHY \
-	TEMPERATURE TOP_P SEED DTYPE CLUSTER NODES VERSUS JSON PICTURE GPU_HOURS MONEY DAYS ROWS CURVES
+	TEMPERATURE TOP_P SEED SEEDS DTYPE CLUSTER NODES VERSUS JSON PICTURE GPU_HOURS MONEY DAYS ROWS CURVES
 GIVEN := $(strip $(filter-out MAKEFLAGS SHELL,$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))))
 STRANGE := $(strip $(filter-out $(KNOWN),$(GIVEN)))
 ifneq ($(STRANGE),)
@@ -283,9 +285,10 @@ tokenizer: $(READY) ## train a byte-level BPE: IN= VOCAB= (OUT=, OVERRIDES="knob
 	@exec "$(PYTHON)" -m commands.tokenizer --in "$$IN" --vocab "$$VOCAB" \
 	  $(if $(OUT),--out "$$OUT") $(ARGUMENTS)
 
-compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= NAME=), or report RUNS="a b"
+compare: $(READY) ## run SWEEP side by side for STEPS steps (REPEATS= SEEDS= RANK=val_loss NAME=), or report RUNS="a b"
 	@exec "$(PYTHON)" -m commands.compare $(if $(RUNS),--runs "$$RUNS") --recipe "$$RECIPE" $(PLACE) \
 	  --sweep "$$SWEEP" $(if $(STEPS),--steps "$$STEPS") $(if $(REPEATS),--repeats "$$REPEATS") \
+	  $(if $(filter RANK,$(GIVEN)),--rank "$(RANK)") $(if $(SEEDS),--seeds "$$SEEDS") \
 	  $(if $(NAME),--name "$$NAME") $(ARGUMENTS)
 
 profile: $(READY) ## where the time of RUN's steps goes: table, and trace for Perfetto (STEPS=10:15)

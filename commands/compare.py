@@ -1,6 +1,7 @@
 """`make compare`: run the variants of a recipe side by side, or put runs that exist side by side.
 
     python -m commands.compare --recipe tiny --nproc 2 --sweep "zero=1,2,3" --steps 20 [--repeats 3]
+    python -m commands.compare --sweep "optim.lr=1e-3,2e-3" --steps 200 --rank val_loss --seeds 3
     python -m commands.compare --runs "a b c"
 
 Rule: nothing starts before all variants have been checked; all problems are reported at once. The
@@ -31,6 +32,7 @@ from compare.folder import (
     refuse_another,
     refuse_strangers,
 )
+from compare.ranking import LOSS, RANKS, SPEED
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from compare.variants import (
@@ -60,11 +62,15 @@ def main(arguments: Sequence[str]) -> int:
     add_place(parser)
     parser.add_argument("--sweep", default="", help="knob=value,value ...")
     parser.add_argument("--steps", default="20")
-    parser.add_argument("--repeats", default="3")
+    parser.add_argument("--repeats", help="rounds; default 3, or 1 where runs are ranked by loss")
+    parser.add_argument("--rank", default=SPEED, help=" or ".join(RANKS))
+    parser.add_argument("--seeds", help="rounds, each with another seed")
     add_overrides(parser, "*", "overrides of every variant")
     options = parser.parse_args(arguments)
     try:
         options.arguments = arguments_of(options)
+        if options.rank not in RANKS:
+            raise UserError(f"RANK={options.rank}: give one of {', '.join(RANKS)}")
         if options.runs is not None:
             return compare_runs(options)
         return compare_variants(options)
@@ -100,7 +106,9 @@ def compare_variants(options: argparse.Namespace) -> int:
             side.runs.append(read_run(RUNS / turn.run, turn.round))
         elif turn.run in failures:
             side.reason = failures[turn.run]
-    shown = Comparison(wanted.name, shown_command(wanted), sides, True, loads=loads(folder))
+    shown = Comparison(
+        wanted.name, shown_command(wanted), sides, True, loads=loads(folder), rank=wanted.rank
+    )
     status = report(shown, folder)
     lock.close()
     return status
@@ -119,7 +127,11 @@ def read_plan(options: argparse.Namespace) -> ComparisonPlan:
 
     ranks = attempt(planned_world, options) or max(1, attempt(count_gpus))
     steps = attempt(read_count, "STEPS", options.steps, FEWEST_STEPS, MOST_STEPS)
-    repeats = attempt(read_count, "REPEATS", options.repeats, 1, MOST_REPEATS)
+    if options.seeds and options.repeats:
+        problems.append("SEEDS and REPEATS both set the rounds; keep one of them")
+    rounds = options.repeats or ("1" if options.rank == LOSS else "3")
+    variable, rounds = ("SEEDS", options.seeds) if options.seeds else ("REPEATS", rounds)
+    repeats = attempt(read_count, variable, rounds, 1, MOST_REPEATS)
     sweep = attempt(shlex.split, options.sweep)
 
     def resolved(recipe):
@@ -129,7 +141,7 @@ def read_plan(options: argparse.Namespace) -> ComparisonPlan:
         raise UserError(*problems)
     return plan(
         options.name, options.recipe, ranks, options.arguments, sweep, steps, repeats, resolved,
-        place_variables(options),
+        options.rank, bool(options.seeds), place_variables(options),
     )  # fmt: skip
 
 
@@ -137,10 +149,11 @@ def announcement(wanted: ComparisonPlan) -> str:
     """Text on what will be checked and run."""
     runs, ranks = len(wanted.turns()), wanted.ranks
     labels = "; ".join(variant.label for variant in wanted.variants)
+    rounds = counted(wanted.repeats, "round" if wanted.first_seed is None else "seed")
     return (
-        f"{wanted.name}: {counted(len(wanted.variants), 'variant')} x"
-        f" {counted(wanted.repeats, 'round')} = {counted(runs, 'run')} of"
-        f" {counted(wanted.steps, 'step')} on {counted(ranks, 'rank')}\n{labels}"
+        f"{wanted.name}: {counted(len(wanted.variants), 'variant')} x {rounds} ="
+        f" {counted(runs, 'run')} of {counted(wanted.steps, 'step')} on"
+        f" {counted(ranks, 'rank')}\n{labels}"
     )
 
 
@@ -150,8 +163,11 @@ def shown_command(wanted: ComparisonPlan) -> str:
     variables = [ranks, *map(shlex.quote, wanted.place)]
     parts = [
         f"make compare RECIPE={wanted.recipe} {' '.join(variables)}",
-        f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps} REPEATS={wanted.repeats}',
+        f'SWEEP="{" ".join(wanted.sweep)}" STEPS={wanted.steps}',
+        f"{'REPEATS' if wanted.first_seed is None else 'SEEDS'}={wanted.repeats}",
     ]
+    if wanted.rank != SPEED:
+        parts.append(f"RANK={wanted.rank}")
     if wanted.overrides:
         parts.append(f'OVERRIDES="{" ".join(wanted.overrides)}"')
     return " ".join([*parts, f"NAME={wanted.name}"])
@@ -184,7 +200,9 @@ def compare_runs(options: argparse.Namespace) -> int:
     lock = open_comparison(folder, wanted)
     sides = [Side(run.name, [run]) for run in read]
     command = f'make compare RUNS="{" ".join(names)}" NAME={name}'
-    status = report(Comparison(name, command, sides, False), folder)
+    if options.rank != SPEED:
+        command += f" RANK={options.rank}"
+    status = report(Comparison(name, command, sides, False, rank=options.rank), folder)
     lock.close()
     return status
 

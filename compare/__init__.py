@@ -6,11 +6,13 @@
 agreement.py           compares the records of two runs: identical, or the first difference
 folder.py              the folder of a comparison, `runs/<comparison>/`, and its lock
 pictures.py            PNG pictures of a report: speed, memory, communication, losses
+ranking.py             orders variants by validation loss, with the spread over seeds
 recorded_code.py       checks out the code that a run was trained with
 replay_segments.py     the starts that train a recorded run again, one after the other
 report.py              the report as Markdown, and its main table for the terminal
 results.py             reads the records of the runs and computes what is compared
 runner.py              checks all variants, then starts their runs one after the other
+tensorboard_names.py   links short names to the runs that TensorBoard shows
 tensorboard_pages.py   writes a comparison as TensorBoard runs, one for each variant
 variants.py            the variants of a sweep, the names of their runs and their order
 """

@@ -7,6 +7,8 @@ display.
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +21,11 @@ matplotlib.use("Agg")  # before pyplot is imported: no display is needed
 from matplotlib import pyplot as plt
 
 from base.units import MIB
+from compare.ranking import curve
 from compare.report import PARTS, Comparison
-from compare.results import SAME_LOSS, Side, difference
+from compare.results import SAME_LOSS, Side, bases_by_seed, difference, differing
 
-SPEED, LOSSES = "speed.png", "losses.png"
+SPEED, LOSSES, VALIDATION = "speed.png", "losses.png", "validation.png"
 BLUE, WHISKER, DOT = "#4477aa", "#222222", "#ee6677"
 PART_COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#bbbbbb")
 # Easy to tell apart, also for color-blind readers (Paul Tol's bright scheme).
@@ -39,6 +42,8 @@ def draw(shown: Comparison, folder: Path) -> tuple[str, ...]:
         drawn = {SPEED: speed(shown)}
         if len(shown.runs) > 1:
             drawn[LOSSES] = losses(shown)
+        if shown.ranked():
+            drawn = {VALIDATION: validation(shown), **drawn}
         for name, figure in drawn.items():
             figure.savefig(folder / name, dpi=DOTS_PER_INCH)
             plt.close(figure)
@@ -74,6 +79,58 @@ def label(side: Side) -> str:
     """Name of a variant, wrapped for an axis."""
     text = side.label if side.runs else f"{side.label} (failed)"
     return "\n".join(textwrap.wrap(text, LABEL_WIDTH, max_lines=LABEL_LINES))
+
+
+def validation(shown: Comparison) -> Any:
+    """Figure of two charts: validation loss over steps, and at the end of each variant."""
+    order = shown.ranked()
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(WIDTH, 5.5), layout="constrained", width_ratios=(3, 2)
+    )
+    sides = [side for side in shown.sides if side.runs]
+    colors = {side.label: LINES[number % len(LINES)] for number, side in enumerate(sides)}
+    for side in sides:
+        points = curve(side)
+        steps = sorted(points)
+        means = [statistics.mean(points[step]) for step in steps]
+        left.plot(steps, means, ".-", color=colors[side.label], label=label(side))
+        lows, highs = ([pick(points[step]) for step in steps] for pick in (min, max))
+        left.fill_between(steps, lows, highs, color=colors[side.label], alpha=0.2, linewidth=0)
+    left.set_title(f"{shown.name}: validation loss (line: mean, band: all seeds)", **TITLE)
+    left.set_xlabel("step")
+    left.set_ylabel("loss, nats per token")
+    left.legend(fontsize=9, frameon=False)
+    # The end of each variant, over the swept value where it is one number.
+    places, name = swept_numbers(sides)
+    for number, one in enumerate(sorted(order, key=lambda one: sides.index(one.side))):
+        own = [loss for loss in one.losses if math.isfinite(loss)]
+        place = places.get(one.side.label, number)
+        right.plot([place] * len(own), own, "o", color=colors[one.side.label], markersize=6)
+    finite = [one for one in order if math.isfinite(one.mean)]
+    if places:
+        line = sorted((places[one.side.label], one.mean) for one in finite)
+        right.plot([x for x, _ in line], [y for _, y in line], color=WHISKER, linewidth=1)
+        numbers = places.values()
+        if min(numbers) > 0 and max(numbers) >= 4 * min(numbers):
+            right.set_xscale("log")
+        right.set_xlabel(name)
+    else:
+        right.set_xticks(range(len(sides)), [label(side) for side in sides], rotation=20)
+    right.set_title("At the end (dots: seeds)", **TITLE)
+    for panel in (left, right):
+        panel.grid(True, color="#dddddd")
+    return figure
+
+
+def swept_numbers(sides: Sequence[Side]) -> tuple[dict[str, float], str]:
+    """Value of the only swept knob by label, and its name; empty where it is no number."""
+    swept = differing([side.runs[0] for side in sides])
+    if len(swept) != 1:
+        return {}, ""
+    [(name, values)] = swept.items()
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return {}, ""
+    return {side.label: float(v) for side, v in zip(sides, values, strict=True)}, name
 
 
 def throughput(panel: Any, sides: list[Side]) -> None:
@@ -150,7 +207,8 @@ def losses(shown: Comparison) -> Any:
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(WIDTH, 7.5), layout="constrained", sharex=True
     )
-    base = shown.base.runs[0].losses
+    first, bases = shown.base.runs[0], bases_by_seed(shown.sides)
+    base = first.losses
     sides = [side for side in shown.sides if side.runs]
     result = shown.agreement()
     for number, side in enumerate(sides):
@@ -160,7 +218,10 @@ def losses(shown: Comparison) -> Any:
         steps = [step for step, loss in own.items() if loss is not None]
         above.plot(steps, [own[step] for step in steps], label=side.label, **style)
         gaps = {
-            step: max(difference(base[step], run.losses.get(step)) for run in side.runs)
+            step: max(
+                difference(bases.get(run.knobs["seed"], first).losses.get(step), run.losses[step])
+                for run in side.runs
+            )
             for step in base
             if all(step in run.losses for run in side.runs)
         }

@@ -6,6 +6,7 @@ known or was not measured is shown as a dash, never as a zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from base.table import table
 from base.units import MIB
 from base.values import counted
+from compare.ranking import LOSS, SPEED, RankedSide, ranked
 from compare.results import (
     Agreement,
     RunResult,
@@ -24,6 +26,11 @@ from compare.results import (
 )
 
 NONE = "-"
+RANK_LEGEND = (
+    "val loss = mean over seeds of the last validation loss of a run, nats per token. told apart ="
+    " the difference to the best variant is larger than the spread (highest minus lowest) over the"
+    " seeds of both; NO means that another set of seeds could change the order."
+)
 PARTS = (("compute_s", "forward, backward"), ("optimizer_s", "optimizer"), ("data_s", "data"),
          ("other_s", "other"))  # fmt: skip
 BUSY = 2  # load average per core; the previous run of the comparison leaves about 1
@@ -41,6 +48,7 @@ class Comparison:
     is_sweep: bool
     pictures: tuple[str, ...] = ()
     loads: Sequence[float] = ()  # load averages of the machine before the runs
+    rank: str = SPEED  # what the variants are ranked by: compare.ranking.RANKS
 
     @property
     def runs(self) -> list[RunResult]:
@@ -52,9 +60,18 @@ class Comparison:
         """First side that has a run."""
         return next(side for side in self.sides if side.runs)
 
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the runs, without repetition."""
+        return sorted({run.knobs["seed"] for run in self.runs})
+
     def agreement(self) -> Agreement | None:
         """Agreement of the losses of all runs."""
         return agreement(self.sides)
+
+    def ranked(self) -> list[RankedSide]:
+        """Variants in the order of validation loss; empty where they are ranked by speed."""
+        return ranked(self.sides) if self.rank == LOSS else []
 
 
 def markdown(shown: Comparison) -> str:
@@ -62,6 +79,9 @@ def markdown(shown: Comparison) -> str:
     lines = [f"# {shown.name}", "", f"`{shown.command}`", "", *setting(shown), ""]
     lines += [f"**{line}**\n" for line in warnings(shown)]
     lines += [verdict(shown.agreement()), ""]
+    if shown.rank == LOSS:
+        lines += ["## Ranked by validation loss", "", best(shown), ""]
+        lines += [*pipes(rank_rows(shown)), "", RANK_LEGEND, "", "## Speed and memory", ""]
     lines += [*pipes(main_rows(shown)), "", *legend(shown)]
     if shown.pictures:
         lines += ["", *(f"![{name.partition('.')[0]}]({name})\n" for name in shown.pictures)]
@@ -79,8 +99,12 @@ def markdown(shown: Comparison) -> str:
 
 def terminal(shown: Comparison) -> str:
     """Return the main table, the verdict on the losses and all warnings, for the terminal."""
-    rows = [[cell.replace("`", "") for cell in row] for row in main_rows(shown)]
-    lines = [table(rows, indent=""), "", plain(verdict(shown.agreement()))]
+    tables = [rank_rows(shown), main_rows(shown)] if shown.rank == LOSS else [main_rows(shown)]
+    lines = []
+    for rows in tables:
+        lines += [table([[plain(cell) for cell in row] for row in rows], indent=""), ""]
+    lines += [plain(best(shown))] if shown.rank == LOSS else []
+    lines += [plain(verdict(shown.agreement()))]
     return "\n".join([*lines, *(f"WARNING: {line}" for line in warnings(shown))])
 
 
@@ -101,7 +125,12 @@ def setting(shown: Comparison) -> list[str]:
         f" {around.get('torch')}, deepspeed {packages.get('deepspeed')}",
         f"- commit {commit}{' with uncommitted changes' * bool(around.get('uncommitted_changes'))}",
     ]
-    if shown.is_sweep and rounds > 1:
+    if shown.is_sweep and len(shown.seeds) > 1:
+        lines.append(f"- {counted(len(shown.seeds), 'seed')}, the same for every variant:"
+                     f" {', '.join(map(str, shown.seeds))}")  # fmt: skip
+    elif shown.is_sweep and shown.rank == LOSS:
+        lines.append("- 1 seed: another seed could change the order (SEEDS=3)")
+    elif shown.is_sweep and rounds > 1:
         lines.append(
             f"- {counted(rounds, 'round')}; each round runs every variant once, so that a machine"
             " whose speed drifts slows all variants alike"
@@ -165,6 +194,51 @@ def verdict(result: Agreement | None) -> str:
         f"Losses agree: the largest relative difference is {size} (bound {result.bound:g}, fp32);"
         f" {data} (ledger)."
     )
+
+
+def best(shown: Comparison) -> str:
+    """Sentence on the best variant, and on those that cannot be told apart from it."""
+    order = shown.ranked()
+    if not order:
+        return "No run was evaluated."
+    if math.isinf(order[0].mean):
+        return "**No variant has a finite validation loss.**"
+    text = f"Best: `{order[0].side.label}` with a validation loss of {order[0].mean:.4f}."
+    if len(order) == 1:
+        return text
+    if order[1].is_told_apart is None:
+        return f"{text} One seed: it is not known whether the differences are more than chance."
+    close = [f"`{one.side.label}`" for one in order[1:] if one.is_told_apart is False]
+    if not close:
+        return f"{text} Its differences to all others are larger than the spread over seeds."
+    return (
+        f"{text} NOT TOLD APART from it, because the difference is not larger than the spread over"
+        f" seeds: {', '.join(close)}."
+    )
+
+
+def rank_rows(shown: Comparison) -> list[list[str]]:
+    """Rows of the table of variants in the order of validation loss; failed variants come last."""
+    order = shown.ranked()
+    rows = [["variant", "place", "val loss", "lowest to highest seed", "to the best", "told apart"]]
+    answers = {True: "yes", False: "NO", None: NONE}
+    for place, one_side in enumerate(order, start=1):
+        is_best = place == 1
+        finite = [loss for loss in one_side.losses if math.isfinite(loss)]
+        rows.append([
+            f"`{one_side.side.label}`", str(place),
+            f"{one_side.mean:.4f}" if math.isfinite(one_side.mean) else "not finite",
+            f"{min(finite):.4f} to {max(finite):.4f}" if len(finite) > 1 else NONE,
+            NONE if is_best or math.isinf(one_side.mean) else f"+{one_side.difference:.4f}",
+            NONE if is_best else answers[one_side.is_told_apart],
+        ])  # fmt: skip
+    found = {one_side.side.label for one_side in order}
+    rows += [
+        [f"`{side.label}`", NONE, f"failed: {cell(side.reason)}" if not side.runs else NONE,
+         *[NONE] * 3]
+        for side in shown.sides if side.label not in found
+    ]  # fmt: skip
+    return rows
 
 
 def main_rows(shown: Comparison) -> list[list[str]]:

@@ -178,23 +178,35 @@ def agreement(sides: Sequence[Side]) -> Agreement | None:
     runs = [(side.label, run) for side in sides for run in side.runs]
     if len(runs) < 2:
         return None
-    base = runs[0][1]
-    steps = sorted(set(base.losses).intersection(*(run.losses for _, run in runs[1:])))
-    largest, at = 0.0, None
+    first = runs[0][1]
+    bases = bases_by_seed(sides)
+    steps = sorted(set(first.losses).intersection(*(run.losses for _, run in runs[1:])))
+    largest, at, same_data = 0.0, None, True
     by_side: dict[str, float] = {}
     for label, run in runs:
+        base = bases.get(run.knobs["seed"], first)
         by_side.setdefault(label, 0.0)
         for step in steps:
+            same_data = same_data and base.batches.get(step) == run.batches.get(step)
             gap = difference(base.losses[step], run.losses[step])
             by_side[label] = max(by_side[label], gap)
             if gap > largest:
                 largest, at = gap, (step, run.name)
-    same_data = all(
-        base.batches.get(step) == run.batches.get(step) for _, run in runs for step in steps
-    )
-    is_fp32 = base.knobs["precision"] == "fp32"
-    return Agreement(len(steps), largest, at, by_side, same_data, excuse(runs, same_data, steps),
+    is_fp32 = first.knobs["precision"] == "fp32"
+    reason = excuse(runs, same_data, steps, ("seed",) if len(bases) > 1 else ())
+    return Agreement(len(steps), largest, at, by_side, same_data, reason,
                      SAME_LOSS if is_fp32 else None)  # fmt: skip
+
+
+def bases_by_seed(sides: Sequence[Side]) -> dict[int, RunResult]:
+    """The run to compare with, for each seed; empty where the sides do not have the same seeds."""
+    seeds = [[run.knobs["seed"] for run in side.runs] for side in sides if side.runs]
+    if any(own != seeds[0] for own in seeds):
+        return {}
+    bases: dict[int, RunResult] = {}
+    for run in (run for side in sides for run in side.runs):
+        bases.setdefault(run.knobs["seed"], run)
+    return bases
 
 
 def difference(one: float | None, two: float | None) -> float:
@@ -205,10 +217,17 @@ def difference(one: float | None, two: float | None) -> float:
 
 
 def excuse(
-    runs: Iterable[tuple[str, RunResult]], same_data: bool, steps: Sequence[int]
+    runs: Iterable[tuple[str, RunResult]],
+    same_data: bool,
+    steps: Sequence[int],
+    paired: Sequence[str] = (),
 ) -> str | None:
-    """Reason why the losses need not agree, or None where they must."""
-    changed = [key for key in differing(run for _, run in runs) if treatment(key) != "free"]
+    """Reason why the losses need not agree, or None where they must.
+
+    `paired` names knobs that differ only between rounds, which are compared one by one.
+    """
+    differ = differing(run for _, run in runs)
+    changed = [key for key in differ if treatment(key) != "free" and key not in paired]
     if changed:
         return f"the runs differ in {', '.join(changed)}"
     if not steps:

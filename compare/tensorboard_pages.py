@@ -10,6 +10,7 @@ its runs at that step; the columns of the hyper-parameters tab are the medians o
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from base.units import MIB
+from compare.ranking import ranked
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
@@ -29,12 +31,12 @@ COLUMNS = {
     "step_s": ("result/step_s", "s/step (median)"),
     "mfu": ("result/mfu", "MFU (median)"),
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
+    "val_loss": ("result/val_loss", "validation loss (last, mean of runs)"),
 }
 # Fields whose curves are equal for all variants, or repeat another curve: not drawn.
 LEFT_OUT = (
     "attempt",
     "skipped_steps",
-    "val_loss",
     "eval_s",
     "device_memory_gib",
     "host_memory_gib",
@@ -99,6 +101,7 @@ def numbers(side: Side) -> dict[str, float | None]:
         "step_s": side.median("step_s"),
         "peak_memory_gib": max(peaks, default=None),
         "communication_mib": sum(sent.values()) / MIB if sent else None,
+        "val_loss": next((one.mean for one in ranked([side]) if math.isfinite(one.mean)), None),
     }
 
 

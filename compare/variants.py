@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.errors import UserError
+from compare.ranking import LOSS, SPEED
 from recipes.check import LONGEST_NAME, folder_name
 from recipes.compose import compose_command
 from recipes.overrides import sweep_values
@@ -35,6 +36,7 @@ OURS = {
 }
 # Set unless OVERRIDES or SWEEP set them: evaluation takes time and is part of no speed.
 UNLESS_GIVEN = {"eval_tokens": "0", "eval_every": "0"}
+EVALUATIONS = 10  # of a run that is ranked by validation loss
 # The first step of a run is warm-up; quartiles need two more steps.
 FEWEST_STEPS, MOST_STEPS, MOST_REPEATS, MOST_RUNS = 3, 10**6, 100, 1000
 
@@ -70,6 +72,8 @@ class ComparisonPlan:
     steps: int
     repeats: int
     variants: tuple[Variant, ...]
+    rank: str = SPEED
+    first_seed: int | None = None  # of round 1, where each round has a seed of its own
     place: tuple[str, ...] = ()  # variables of make that name the hosts, such as HOSTFILE=hosts
 
     def turns(self) -> list[Turn]:
@@ -89,15 +93,20 @@ class ComparisonPlan:
 
     def arguments(self, turn: Turn) -> list[str]:
         """Arguments of `commands.pretrain` for one run."""
-        return [*command(self.recipe, self.overrides, turn.variant.overrides, self.steps),
-                f"run={turn.run}"]  # fmt: skip
+        overrides, seeds = list(self.overrides), []
+        if self.first_seed is not None:
+            overrides = [one for one in overrides if not one.startswith("seed=")]
+            seeds = [f"seed={self.first_seed + turn.round - 1}"]
+        own = command(self.recipe, overrides, turn.variant.overrides, self.steps, self.rank)
+        return [*own, *seeds, f"run={turn.run}"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for comparison.json."""
-        values = json.loads(json.dumps(dataclasses.asdict(self)))
-        if not self.place:  # as before there was a choice of hosts
-            del values["place"]
-        return {"kind": "sweep", **values}
+        """Plain values for comparison.json; those of older versions lack rank, seed and place."""
+        fields = json.loads(json.dumps(dataclasses.asdict(self)))
+        for name, usual in (("rank", SPEED), ("first_seed", None), ("place", [])):
+            if fields[name] == usual:
+                del fields[name]
+        return {"kind": "sweep", **fields}
 
 
 def plan(
@@ -109,17 +118,19 @@ def plan(
     steps: int,
     repeats: int,
     resolve: Any,
+    rank: str = SPEED,
+    has_seeds: bool = False,
     place: tuple[str, ...] = (),
 ) -> ComparisonPlan:
     """Plan the comparison that a command line asks for.
 
-    `resolve(recipe)` returns the Resolved of a recipe on `ranks` ranks; `place` names the hosts of
-    the runs. Raises UserError with every
-    problem of every variant.
+    With `has_seeds` each of the `repeats` rounds has another seed. `resolve(recipe)` returns the
+    Resolved of a recipe on `ranks` ranks; `place` names the hosts of the runs. Raises UserError
+    with every problem of every variant.
     """
     # Refuse what is wrong with the sweep itself.
     values = sweep_values(sweep)
-    problems = refusals(values, overrides)
+    problems = refusals(values, overrides, has_seeds)
     choices = list(itertools.product(*values.values()))
     if len(choices) * repeats > MOST_RUNS:
         problems.append(
@@ -129,17 +140,18 @@ def plan(
     if problems:
         raise UserError(*problems)
     # Compose and resolve every variant, and collect the problems of all of them.
-    variants, stem, found = [], None, []
+    variants, stem, found, seed = [], None, [], None
     for choice, slug in zip(choices, slugs(choices, list(values)), strict=True):
         label = " ".join(choice)
         try:
-            composed = compose_command(command(recipe, overrides, choice, steps)).recipe
+            composed = compose_command(command(recipe, overrides, choice, steps, rank)).recipe
             resolved: Resolved = resolve(composed)
             check_length(resolved, composed, steps)
+            check_evaluation(composed, rank)
         except UserError as error:
             found += [(label, line) for line in error.problems]
             continue
-        stem = stem or composed.run
+        stem, seed = stem or composed.run, composed.seed
         variants.append(Variant(label, slug, choice, digest(composed)))
     if found:
         raise UserError(*problem_lines(found, len(choices)))
@@ -151,11 +163,15 @@ def plan(
             dataclasses.replace(variant, slug=f"v{number:03d}")
             for number, variant in enumerate(variants, start=1)
         ]
-    return ComparisonPlan(name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats,
-                tuple(variants), place)  # fmt: skip
+    return ComparisonPlan(
+        name, recipe, ranks, tuple(overrides), tuple(sweep), steps, repeats, tuple(variants), rank,
+        seed if has_seeds else None, place,
+    )  # fmt: skip
 
 
-def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
+def refusals(
+    values: dict[str, list[str]], overrides: list[str], has_seeds: bool = False
+) -> list[str]:
     """Problems of SWEEP and OVERRIDES themselves: forbidden knobs, and a sweep of one variant."""
     given = [(key, "SWEEP") for key in values]
     given += [(one.partition("=")[0].lstrip("+~"), "OVERRIDES") for one in overrides]
@@ -165,6 +181,8 @@ def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
         for key, where in given
         if where == "OVERRIDES" and key in values
     ]
+    if has_seeds and "seed" in values:
+        problems.append("SEEDS and SWEEP both set seed; keep one of them")
     if "recipe" in values:
         problems.append("SWEEP sets recipe: one recipe is compared; sweep model=, data= or a knob")
     if not any(len(options) > 1 for options in values.values()):
@@ -172,10 +190,13 @@ def refusals(values: dict[str, list[str]], overrides: list[str]) -> list[str]:
     return problems
 
 
-def command(recipe: str, overrides: Any, choice: Any, steps: int) -> list[str]:
+def command(recipe: str, overrides: Any, choice: Any, steps: int, rank: str = SPEED) -> list[str]:
     """Arguments of a run without its name: recipe=NAME, and all overrides."""
     given = {one.partition("=")[0] for one in (*overrides, *choice)}
-    defaults = [f"{key}={value}" for key, value in UNLESS_GIVEN.items() if key not in given]
+    unless_given = UNLESS_GIVEN
+    if rank == LOSS:  # the recipe's own held-out tokens, and enough points for a curve
+        unless_given = {"eval_every": str(max(1, steps // EVALUATIONS))}
+    defaults = [f"{key}={value}" for key, value in unless_given.items() if key not in given]
     return [
         f"recipe={recipe}", *defaults, *overrides, *choice, f"stop_after={steps}",
         "log.communication=true", "checkpoint.interval=0", "checkpoint.at_end=false",
@@ -189,6 +210,12 @@ def check_length(resolved: Resolved, recipe: Recipe, steps: int) -> None:
             f"STEPS={steps} is more than the {resolved.total_steps} steps of {recipe.run}; give"
             f" fewer, or OVERRIDES=steps={steps}"
         )
+
+
+def check_evaluation(recipe: Recipe, rank: str) -> None:
+    """Raise UserError where runs are ranked by validation loss and evaluate nothing."""
+    if rank == LOSS and recipe.eval_tokens == 0:
+        raise UserError(f"RANK={rank}: eval_tokens=0 evaluates nothing; leave it out, or raise it")
 
 
 def read_count(variable: str, text: str, low: int, high: int) -> int:

@@ -40,11 +40,11 @@ def clone(tmp_path_factory) -> Path:
     return clone
 
 
-def make(clone: Path, command: str, *words: str, timeout_s: float = 400):
-    """`make command words...` with the overrides of a small model."""
+def make(clone: Path, name: str, *words: str, timeout_s: float = 400):
+    """`make name words...`, for `compare` with the overrides of a small model."""
     small = " ".join(word for word in SMALL[1:] if not word.startswith("eval_"))
-    command = ["make", command, f"PYTHON={sys.executable}", *words]
-    if command == "compare" and not any(word.startswith("RUNS=") for word in words):
+    command = ["make", name, f"PYTHON={sys.executable}", *words]
+    if name == "compare" and not any(word.startswith("RUNS=") for word in words):
         command.append(f"OVERRIDES={small}")
     return run_command(command, timeout_s, cwd=clone, PYTHONPATH=str(clone))
 
@@ -164,6 +164,29 @@ def test_a_variant_that_fails_is_a_row_and_the_sweep_goes_on(clone):
     outcomes = (clone / "runs" / "devices" / "outcomes.jsonl").read_text().splitlines()
     # a variant that failed is left out of the second round
     assert [json.loads(line)["status"] for line in outcomes] == ["failed", "finished", "finished"]
+
+
+def test_a_sweep_is_ranked_by_the_validation_losses_that_its_runs_recorded(clone):
+    words = ("RECIPE=tiny", "SWEEP=optim.lr=1e-5,1e-2", "STEPS=4", "RANK=val_loss", "SEEDS=2")
+    done = make(clone, "compare", *words, "NAME=learned")
+    assert done.returncode == 0, done.stdout
+    assert "2 variants x 2 seeds = 4 runs of 4 steps" in done.stdout
+    report = (clone / "runs" / "learned" / "report.md").read_text()
+    means = {}
+    for rate in ("1e-05", "0.01"):
+        finals = []
+        for number in (1, 2):
+            run = clone / "runs" / f"learned.lr-{rate}.r{number}"
+            assert f"seed: {1233 + number}\n" in (run / "recipe.yaml").read_text()
+            finals.append(read_metrics(run)[-1]["val_loss"])
+        assert finals[0] != finals[1]
+        means[rate] = sum(finals) / 2
+        shown = f"{means[rate]:.4f} | {min(finals):.4f} to {max(finals):.4f} |"
+        assert f" | {shown}" in report
+    order = sorted(means, key=means.get)
+    assert re.search(rf"\| `optim.lr={order[0]}` \| 1 \|", report)
+    assert re.search(rf"\| `optim.lr={order[1]}` \| 2 \|", report)
+    assert (clone / "runs" / "learned" / "validation.png").is_file()
 
 
 def test_all_problems_are_told_before_anything_starts(clone):

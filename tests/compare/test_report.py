@@ -5,38 +5,24 @@ Nothing is trained here; tests/commands/test_compare.py starts real runs.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
-import gzip
-import json
+import functools
 import re
 import statistics
 
 import pytest
-import torch
 from matplotlib.text import Text
+from run_records import write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams
 
-from base.errors import UserError
 from base.units import MIB
-from checkpoint import lineage
-from commands import compare, profile
+from commands import compare
 from compare import pictures, report, results, runner, tensorboard_pages
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
-from data.stream.ledger import Ledger
-from data.stream.schedule import schedule_of
-from launch.hosts.place import add_place
-from recipes.compose import compose, recipe_yaml
-from record import history
 from record.records import read_metrics
-from record.resuming import left_behind
-from runtime.log.metrics import MetricsWriter, StepNumbers, summary
-from runtime.monitor.clock import StepTimes
-from runtime.monitor.profiling import NoProfiler, profiler_of
-from runtime.resolve import resolve
+from runtime.log.metrics import summary
 
 # ---- why a run failed
 
@@ -72,45 +58,8 @@ def test_the_reason_of_a_failure_is_one_line_from_the_log(tmp_path, monkeypatch,
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Writes the record of a run as a run does, with given seconds of each step."""
-
-    def make(name, seconds, *words, losses=None, sent=None, peaks=(1.5, 1.25), surroundings=None):
-        place = tmp_path / name
-        place.mkdir()
-        recipe = compose("tiny", [f"run={name}", *words]).recipe
-        ranks = 2
-        schedule = schedule_of(recipe)
-        resolved = resolve(recipe, ranks, schedule)
-        (place / "recipe.yaml").write_text(recipe_yaml(recipe))
-        (place / "layout.json").write_text(json.dumps(resolved.layout.as_dict()))
-        around = {"commit": "c" * 40, "torch": "2.13", "cores": 2, **(surroundings or {})}
-        (place / "environment.json").write_text(json.dumps(around))
-        writer = MetricsWriter(place, world=ranks, tensorboard=False)
-        ledger = Ledger(place / "ledger")
-        for step, step_s in enumerate(seconds, start=1):
-            tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
-            writer.step(
-                StepNumbers(
-                    step,
-                    loss=9.0 - step if losses is None else losses[step - 1],
-                    grad_norm=1.0,
-                    lr=1e-3,
-                    tokens=schedule.tokens_after(step),
-                    tokens_per_step=tokens,
-                    targets=tokens,
-                    times=StepTimes(step_s, 0.1, step_s / 2, 0.2, other_s=0.05, is_first=step == 1),
-                    accumulation=2,
-                    communication_bytes=sent,
-                )
-            )
-            ledger.append(step=step, samples=(8 * step - 8, 8 * step), batch_hash=f"{recipe.seed}"
-                          f"-{step}", tokens=tokens, targets=tokens, sources={})  # fmt: skip
-        ledger.close()
-        writer.event("finished", peak_memory_gib=list(peaks))
-        writer.close()
-        return place
-
-    return make
+    """Writes the record of a run below `tmp_path`."""
+    return functools.partial(write_run, tmp_path)
 
 
 @pytest.fixture
@@ -251,6 +200,87 @@ def test_runs_that_cannot_be_compared_are_refused(make_run, monkeypatch, capsys,
     assert "RUNS takes runs that exist, SWEEP makes new ones" in capsys.readouterr().err
 
 
+# ---- ranked by loss
+
+
+@pytest.fixture
+def learned(make_run):
+    """Three learning rates x two seeds; the best two are closer than their seeds."""
+    sides = []
+    for rate, finals in (("1e-3", (3.5, 3.6)), ("2e-3", (3.0, 3.2)), ("4e-3", (3.1, 3.15))):
+        side = Side(f"optim.lr={rate}")
+        for number, final in enumerate(finals, start=1):
+            words = (f"optim.lr={rate}", f"seed={number}")
+            val = {2: 5.0, 4: final}
+            made = make_run(f"{rate}.r{number}", [9, 1, 1, 1], *words, val=val)
+            side.runs.append(read_run(made, number))
+        sides.append(side)
+    return Comparison("lr", "make compare ...", sides, True, rank="val_loss")
+
+
+def test_a_comparison_ranked_by_loss_shows_order_spread_and_what_is_not_told_apart(learned):
+    text = markdown(learned)
+    assert "2 seeds, the same for every variant: 1, 2" in text
+    assert "Best: `optim.lr=2e-3` with a validation loss of 3.1000. NOT TOLD APART" in text
+    assert "over seeds: `optim.lr=4e-3`." in text
+    assert row(text, "optim.lr=2e-3") == [
+        "`optim.lr=2e-3`", "1", "3.1000", "3.0000 to 3.2000", "-", "-",
+    ]  # fmt: skip
+    assert row(text, "optim.lr=4e-3")[1:] == ["2", "3.1250", "3.1000 to 3.1500", "+0.0250", "NO"]
+    assert row(text, "optim.lr=1e-3")[1:] == ["3", "3.5500", "3.5000 to 3.6000", "+0.4500", "yes"]
+    shown = terminal(learned)
+    assert shown.index("optim.lr=2e-3  1 ") < shown.index("optim.lr=4e-3  2 ")
+    assert "NOT TOLD APART from it" in shown
+    learned.sides.append(Side("optim.lr=9", reason="out of memory"))
+    assert "| `optim.lr=9` | - | failed: out of memory | - | - | - |" in markdown(learned)
+    alone = dataclasses.replace(learned, sides=[Side(s.label, s.runs[:1]) for s in learned.sides])
+    assert "1 seed: another seed could change the order (SEEDS=3)" in markdown(alone)
+    assert "One seed: it is not known whether" in markdown(alone)
+
+
+def test_the_picture_of_a_sweep_by_loss_has_every_variant_and_the_swept_value(learned, tmp_path):
+    assert pictures.draw(learned, tmp_path)[0] == "validation.png"
+    figure = pictures.validation(learned)
+    left, right = figure.axes
+    assert [line.get_ydata()[-1] for line in left.lines] == pytest.approx([3.55, 3.1, 3.125])
+    assert right.get_xscale() == "log"
+    assert right.get_xlabel() == "optim.lr"
+    dots = [list(line.get_ydata()) for line in right.lines[:3]]
+    assert dots == [[3.5, 3.6], [3.0, 3.2], [3.1, 3.15]]
+    assert list(right.lines[3].get_xdata()) == [1e-3, 2e-3, 4e-3]
+    tensorboard_pages.write(learned, tmp_path)
+    seen = EventAccumulator(str(tmp_path / "tensorboard" / "optim.lr=2e-3")).Reload()
+    assert [event.value for event in seen.Scalars("result/val_loss")] == pytest.approx([3.1])
+
+
+def test_runs_that_exist_can_be_ranked_by_loss(make_run, monkeypatch, capsys):
+    for name, final in (("a", 3.5), ("b", 3.1)):
+        place = make_run(name, [9, 1, 1], val={3: final}).parent
+    monkeypatch.setattr(compare, "RUNS", place)
+    assert compare.main(["--runs", "a b", "--rank", "val_loss"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("b        1      3.1000") < shown.index("a        2      3.5000")
+    assert "+0.4000" in shown
+    assert 'RUNS="a b" NAME=a-vs-b RANK=val_loss' in (place / "a-vs-b" / "report.md").read_text()
+
+
+def test_losses_of_layouts_agree_seed_by_seed(make_run):
+    """Two seeds give other losses; each run is held against the base of its own seed."""
+    sides = []
+    for zero in (1, 2):
+        side = Side(f"zero={zero}")
+        for number, losses in enumerate(([8.0, 7.0, 6.0], [8.5, 7.5, 6.5]), start=1):
+            words = (f"zero={zero}", f"seed={number}")
+            made = make_run(f"z{zero}.r{number}", [9, 1, 1], *words, losses=losses)
+            side.runs.append(read_run(made, number))
+        sides.append(side)
+    result = results.agreement(sides)
+    assert (result.largest, result.reason, result.same_data) == (0.0, None, True)
+    sides[1].runs[1].lines[2]["loss"] *= 1 + 1e-5
+    assert results.agreement(sides).is_broken
+    assert results.agreement(sides).at == (3, "z2.r2")
+
+
 # ---- what is looked at
 
 
@@ -315,107 +345,10 @@ def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides,
     assert re.search(r"# cmp", seen.Tensors("cmp/report")[0].tensor_proto.string_val[0].decode())
 
 
-# ---- profile
-
-
-def test_a_profile_is_refused_with_every_reason(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(profile, "RUNS", tmp_path)
-    assert profile.main(["--run", "none", "--steps", "9", "--nproc", "x", "--"]) == 93
-    said = capsys.readouterr().err
-    assert "RUN=none: there is no run" in said
-    assert "STEPS='9' is not a range of steps" in said
-    assert "NPROC='x'" in said
-
-
-def test_a_profile_leaves_out_what_the_runs_rewinds_do_and_another_run_is_told_of_it(
-    tmp_path, monkeypatch
-):
-    """They stand in the run's history, not in its recipe."""
-    monkeypatch.setattr(profile, "RUNS", tmp_path)
-    source = tmp_path / "a"
-    source.mkdir()
-    words = ["run=a", "data.skip.advance=[[3,5]]"]
-    recipe = compose("tiny", words).recipe
-    (source / "recipe.yaml").write_text(recipe_yaml(recipe))
-    history.begin(source, None)
-    facts = {"why": "a spike", "who": "policy", "since": "2026-11-30T00:00:00Z"}
-    skip = {"effect": "advance", "range": [10, 23], "from_step": 11, **facts}
-    target = history.Target(0, 10, 10)
-    history.append(source, history.next_segment(lineage.read(source), target, [skip], facts))
-
-    parser = argparse.ArgumentParser()
-    add_place(parser)
-    given = argparse.Namespace(run="a", steps="10:15", arguments=[])
-    options = parser.parse_args(["--nproc=1"], given)
-    command, _ = profile.prepare(options)
-    (word,) = [word for word in command if word.startswith("data.skip")]
-    assert word == "data.skip.advance=[[3,5],[10,23]]"
-    copied = compose(str(source / "recipe.yaml"), [word, "run=b"])
-    assert copied.recipe.data.skip.advance == ((3, 5), (10, 23))
-    assert left_behind(copied.recipe, copied.file, tmp_path / "b") == []
-    assert left_behind(recipe, copied.file, source) == []
-    (told,) = left_behind(recipe, copied.file, tmp_path / "b")
-    assert "a leaves out data steps 10 to 22 from step 11 on: a spike (policy" in told
-    assert word in told
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["log.profile=5:5"], "log.profile='5:5' holds no step"),
-        (["log.profile=0:2"], "holds no step; steps count from 1"),
-        (["log.profile=a:b"], "is not a range of steps"),
-        (["log.profile=10:15", "stop_after=12"], "goes past the last step, 12; end it at 13"),
-        (["log.profile=210:215"], "begins after the last step, 200"),
-    ],
-)
-def test_steps_to_profile_that_do_not_exist_are_refused(words, said):
-    with pytest.raises(UserError, match=re.escape(said)):
-        compose("tiny", words)
-
-
-def test_operators_are_sorted_into_kinds():
-    assert profile.kind_of("aten::addmm") == "matrix products"
-    assert profile.kind_of("nccl:all_reduce") == "communication"
-    assert profile.kind_of("aten::_scaled_dot_product_flash_attention") == "attention"
-    assert profile.kind_of("aten::_fused_adamw_") == "optimizer"
-    assert profile.kind_of("aten::copy_") == "copies and fills"
-    assert profile.kind_of("phase compute") == "waiting, and Python between operators"
-    assert profile.kind_of("aten::mul") == profile.REST
-
-
 def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
     two_sides.sides.append(Side("zero=3", reason="no"))
     for rows in (report.main_rows(two_sides), report.run_rows(two_sides)):
         assert {len(cells) for cells in rows} == {len(rows[0])}
-
-
-def test_the_profiler_records_only_the_steps_asked_for_and_the_report_adds_up(make_run):
-    """In this process, on a few matrix products; the loop calls it in the same order."""
-    place = make_run("p", [9.0, 1.0, 2.0, 3.0])
-    profiler = profiler_of("2:4", place, 0, lambda name: contextlib.nullcontext())
-    weight = torch.ones(64, 64)
-    for step in range(1, 5):
-        profiler.begin(step)
-        with profiler.phase("compute"):
-            weight = weight @ weight / 64
-        profiler.end(step)
-    seen = profile.read_profile(place)
-    assert seen["count"] == 2
-    names = {each["name"]: each["calls"] for each in seen["operators"]}
-    assert names["aten::mm"] == 2
-    assert names["phase compute"] == 2
-    assert {"step 2", "step 3"} <= set(names)
-    assert not {"step 1", "step 4"} & set(names)
-    trace = json.loads(gzip.decompress((place / "profile" / "rank-0.trace.json.gz").read_bytes()))
-    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
-    phases = {row[0]: row[1:] for row in profile.phase_rows(seen)}
-    assert phases["whole step"] == ["1500.00", "100.0%"]  # steps 2 and 3: 1 s and 2 s
-    shares = [float(row[-1].rstrip("%")) for row in profile.kind_rows(seen)[1:]]
-    assert sum(shares) == pytest.approx(100, abs=0.5)
-    assert "| aten::mm | 1 |" in "\n".join(profile.report(seen, "p"))
-    assert "matrix products" in "\n".join(profile.terminal(seen))
-    assert isinstance(profiler_of(None, place, 0, contextlib.nullcontext), NoProfiler)
 
 
 def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides):

@@ -15,13 +15,15 @@ from recipes.overrides import sweep_values
 from runtime.resolve import resolve
 
 
-def planned(*sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=()) -> ComparisonPlan:
+def planned(
+    *sweep: str, ranks=2, steps=20, repeats=2, name=None, overrides=(), **more
+) -> ComparisonPlan:
     """Plan of `make compare RECIPE=tiny SWEEP=...`."""
 
     def resolved(recipe):
         return resolve(recipe, ranks, schedule_of(recipe))
 
-    return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, resolved)
+    return plan(name, "tiny", ranks, list(overrides), list(sweep), steps, repeats, resolved, **more)
 
 
 def problems_of(*sweep: str, **options) -> list[str]:
@@ -51,6 +53,21 @@ def test_rounds_are_interleaved_and_every_run_has_a_name_of_its_own():
     assert arguments[-1] == "run=tiny-by-zero-micro_batch.zero-1.micro_batch-2.r2"
     assert {"stop_after=20", "log.communication=true", "checkpoint.at_end=false"} < set(arguments)
     assert {"eval_tokens=0", "eval_every=0"} < set(arguments)
+
+
+def test_runs_ranked_by_loss_are_evaluated_and_each_round_has_a_seed_for_all_variants():
+    wanted = planned("optim.lr=1e-3,2e-3", repeats=3, rank="val_loss", has_seeds=True)
+    arguments = [wanted.arguments(turn) for turn in wanted.turns()]
+    seeds = [[one for one in each if one.startswith("seed=")] for each in arguments]
+    assert seeds == [["seed=1234"]] * 2 + [["seed=1235"]] * 2 + [["seed=1236"]] * 2
+    for each in arguments:
+        assert "eval_every=2" in each  # ten points of a curve
+        assert not [one for one in each if one.startswith("eval_tokens=")]
+    stored = wanted.as_dict()
+    assert (stored["rank"], stored["first_seed"]) == ("val_loss", 1234)
+    assert not {"rank", "first_seed"} & planned("zero=1,2").as_dict().keys()  # as older versions
+    own = planned("zero=1,2", overrides=["seed=5"], rank="val_loss", has_seeds=True)
+    assert [one for one in own.arguments(own.turns()[2]) if "seed=" in one] == ["seed=6"]
 
 
 def test_hydras_lists_choices_and_ranges_are_understood():
@@ -109,6 +126,12 @@ def test_every_problem_of_every_variant_is_reported_before_anything_starts():
         (["zero=1,2"], {"name": "n" * 99}, "too long for its runs' names"),
         (["seed=range(0,2000)"], {}, "more than 1000 runs"),
         (["zero=1,2"], {"ranks": 3}, "batch_tokens=2048"),
+        (["seed=1,2"], {"has_seeds": True}, "SEEDS and SWEEP both set seed"),
+        (
+            ["zero=1,2"],
+            {"rank": "val_loss", "overrides": ["eval_tokens=0"]},
+            "RANK=val_loss: eval_tokens=0 evaluates nothing",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason(words, options, said):
@@ -122,6 +145,13 @@ def test_counts_given_wrong_are_refused_together(capsys):
     assert "STEPS='2' is not a number from 3" in said
     assert "REPEATS='x'" in said
     assert "NPROC='0'" in said
+    arguments = ["--sweep", "zero=1,2", "--seeds", "0", "--repeats", "2", "--rank", "val_loss"]
+    assert command.main(arguments) == 93
+    said = capsys.readouterr().err
+    assert "SEEDS and REPEATS both set the rounds" in said
+    assert "SEEDS='0' is not a number from 1" in said
+    assert command.main(["--sweep", "zero=1,2", "--rank", "loss"]) == 93
+    assert "RANK=loss: give one of tokens_per_s, val_loss" in capsys.readouterr().err
 
 
 def test_a_folder_stores_what_it_compares_and_refuses_another(tmp_path):

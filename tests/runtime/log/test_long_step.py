@@ -8,6 +8,7 @@ import re
 import time
 
 import pytest
+from ranks import PATIENCE
 
 from record.heartbeat import Doing, Heart
 from runtime.log import long_step
@@ -63,7 +64,7 @@ def test_a_thread_shows_a_step_that_stands_and_ends_with_the_record(monkeypatch)
     watch.start()
     with heart.around(lambda name: contextlib.nullcontext())("compute"):
         clock[0] = 11.0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * PATIENCE
         while "so far" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
     watch.close()
