@@ -262,7 +262,7 @@ def test_a_new_source_is_a_matter_of_weights_and_a_lost_one_is_refused(run):
         stands(run, words, corpora=both)
     found = stands(run, words, "allow=[data.sources]", corpora=both)
     assert found.step == 4
-    with pytest.raises(UserError, match="data.sources.synthetic.corpus holds another corpus"):
+    with pytest.raises(UserError, match=r"data\.sources\.synthetic\.corpus holds another corpus"):
         stands(run, words, "allow=[data.sources]", corpora={"more": "cd"})
 
 
