@@ -8,7 +8,7 @@
 #   RANK=val_loss  SEEDS=3
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
-#   SKIP="85:90 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
+#   SKIP="86:91 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
 #   CLUSTER=h100  NODES=128  VERSUS="zero=3|zero=1"  JSON=1  PICTURE=plan.svg  GPU_HOURS=10000  MONEY=50000  DAYS=14
 #   ROWS=other.csv  CURVES=scaling.svg
 #   TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
@@ -243,7 +243,7 @@ checkpoints: $(READY) ## the checkpoints of RUN
 verify: $(READY) ## read every byte of RUN's checkpoints and compare digests (STEP=; ALL=1: abandoned ones, too)
 	@exec "$(PYTHON)" -m commands.verify "$$RUN" $(if $(STEP),--step "$$STEP") $(if $(filter 1,$(ALL)),--all)
 
-rewind: $(READY) ## take RUN back to STEP and leave out data steps SKIP="85:90" (EFFECT= SEGMENT= WHY=)
+rewind: $(READY) ## take RUN back to STEP and leave out the data of the steps SKIP="86:91" (EFFECT= SEGMENT= WHY=)
 	@exec "$(PYTHON)" -m commands.rewind "$$RUN" "--step=$$STEP" "--skip=$$SKIP" "--effect=$$EFFECT" \
 	  "--segment=$$SEGMENT" "--why=$$WHY"
 

@@ -30,15 +30,15 @@ def main(arguments: list[str]) -> int:
 
 def show(runs: Path) -> int:
     """Print a table of all runs in the folder `runs`; returns the exit status."""
-    states, damaged = [], []
-    for mark in sorted(runs.glob(f"*/{MARK}")):
+    rows, damaged = [], []
+    for mark in sorted(path for path in runs.glob(f"*/{MARK}") if path.is_file()):
         try:
-            states.append(status_of(mark.parent))
+            found = status_of(mark.parent)
+            rows.append((found.active_s, row(found)))
         except (UserError, OSError) as error:
             damaged.append(f"{mark.parent.name} cannot be read: {error}")
-    states.sort(key=lambda state: state.active_s)
-    if states:
-        print(table([HEAD, *map(row, states)], indent=""))
+    if rows:
+        print(table([HEAD, *(cells for _, cells in sorted(rows))], indent=""))
     elif not damaged:
         print("there is no run under runs/ yet; make pretrain starts one")
     print("".join(f"{line}\n" for line in damaged), end="")

@@ -42,7 +42,7 @@ def chosen(name: str) -> Path:
     """The run called `name`, or the one that was active last. Raises UserError."""
     if name:
         return run_folder(name, Path())
-    runs = [path.parent for path in Path("runs").glob(f"*/{MARK}")]
+    runs = [path.parent for path in Path("runs").glob(f"*/{MARK}") if path.is_file()]
     if not runs:
         raise UserError("there is no run under runs/ yet; make pretrain starts one")
     newest = max(runs, key=last_change_s)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,13 +98,15 @@ def rewind(
     *,
     effect: str = "advance",
     segment: int | None = None,
+    names: Mapping[Range, str] = {},
 ) -> Line:
     """Rewind the run to its checkpoint of `step` (0 = its start), and skip data steps after it.
 
     Returns the line that opens the new segment. `skip` is one range of data steps or several; each
     begins at or after the target. Skips in force that lie ahead of the target stay in force.
     `segment` chooses a checkpoint of an abandoned segment. The next start of the run goes on from
-    there. The caller holds the run's lock. Raises UserError with all problems; nothing was written
+    there. `names` says how messages call a range; without a name it is given in data steps. The
+    caller holds the run's lock. Raises UserError with all problems; nothing was written
     then.
     """
     assert who in WHO, who
@@ -114,7 +116,7 @@ def rewind(
     target = find(folder, lines, step, segment)
     ahead = carried(lines, target)
     others = [*in_force(lines, target.segment, target.step), *ahead]
-    problems = range_problems(ranges, target, others, effect)
+    problems = range_problems(ranges, target, others, effect, names)
     if problems:
         raise UserError(*problems)
     facts = {"why": why, "who": who, "since": now()}
@@ -208,25 +210,31 @@ def carried(lines: Sequence[Line], target: Target) -> list[Line]:
 
 
 def range_problems(
-    ranges: Sequence[Range], target: Target, others: Sequence[Line], effect: str
+    ranges: Sequence[Range],
+    target: Target,
+    others: Sequence[Line],
+    effect: str,
+    names: Mapping[Range, str] = {},
 ) -> list[str]:
     """Problems of ranges that are to be skipped after `target`, one line each."""
     problems = []
     known = [tuple(skip["range"]) for skip in others if skip["effect"] in (effect, "advance")]
     known += target.left_out
     for number, (first, end) in enumerate(ranges):
-        shown = f"SKIP={first}:{end}"
+        shown = names.get((first, end), f"SKIP={first}:{end}")
         if not 0 <= first < end:
             problems.append(f"{shown}: a range has 0 <= first < end, end not included")
             continue
         if first < target.data_step:
             problems.append(
                 f"{shown} begins in the past of step {target.step}, which has trained on all data"
-                f" steps before {target.data_step}; go back further, or begin at {target.data_step}"
+                f" steps before {target.data_step}; go back further, or begin with step"
+                f" {target.step + 1}"
             )
         for other in ranges[:number]:
             if first < other[1] and other[0] < end:
-                problems.append(f"{shown} overlaps SKIP={other[0]}:{other[1]}; join them into one")
+                second = names.get(other, f"SKIP={other[0]}:{other[1]}")
+                problems.append(f"{shown} overlaps {second}; join them into one")
         if is_covered((first, end), known):
             problems.append(f"{shown} is left out already; there is nothing more to skip in it")
     return problems

@@ -80,7 +80,14 @@ def clone(tmp_path_factory) -> Path:
 def said(clone) -> str:
     """`bad` meets the batch, goes back, skips it; `clean` never has it; `side` parts from `bad`."""
     skip = f"data.skip.advance=[[{BAD[0]},{BAD[1]}]]"
-    back = ["make", "rewind", "RUN=bad", f"STEP={BACK}", f"SKIP={BAD[0]}:{BAD[1]}", "WHY=a spike"]
+    back = [
+        "make",
+        "rewind",
+        "RUN=bad",
+        f"STEP={BACK}",
+        f"SKIP={BAD[0] + 1}:{BAD[1] + 1}",
+        "WHY=a spike",
+    ]
     branch = ["make", "branch", "RUN=bad", "STEP=12", "TO=side", "OVERRIDES=optim.lr=1e-4"]
     statuses, said = drive(
         clone,
@@ -131,6 +138,8 @@ def test_the_ledger_and_the_history_say_what_happened(runs, said):
     clean = list(read_ledger(runs / "clean" / "ledger"))
     assert [x["batch_hash"] for x in mine] == [x["batch_hash"] for x in clean]
     assert not {x["data_step"] for x in mine} & set(range(*BAD))
+    named = f"SKIP={BAD[0] + 1}:{BAD[1] + 1}: data steps {BAD[0]} to {BAD[1] - 1} are left out"
+    assert named in said
     (skip,) = read(runs / "bad")[1]["skips"]
     assert (skip["range"], skip["why"], skip["who"]) == (list(BAD), "a spike", "operator")
     assert "segment 0: steps 1 to 10, abandoned from 7 on" in said

@@ -370,6 +370,19 @@ def test_status_without_a_run_shows_the_newest_and_runs_shows_all(folder, capsys
     assert "2/50" in lines[1]
 
 
+def test_runs_shows_the_others_where_one_cannot_be_read(folder, capsys):
+    history.append(folder, segment_line(0, None, 1))
+    shutil.copytree(folder, folder.with_name("torn"))
+    text = (folder.with_name("torn") / "history.jsonl").read_text()
+    (folder.with_name("torn") / "history.jsonl").write_text(text.replace("first", "FIRST"))
+    (folder.with_name("odd") / "recipe.yaml").mkdir(parents=True)
+    assert runs.main([]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^mine +killed +2/50 ", out, re.M)
+    assert "torn cannot be read: " in out
+    assert "odd" not in out
+
+
 def test_status_and_runs_without_any_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert status.main([]) == 93
