@@ -21,6 +21,7 @@ from base.paths import ROOT
 from base.table import scaled, table
 from base.units import GIB
 from base.values import counted
+from checkpoint.save.interval import risk
 from data.stream.schedule import Schedule, schedule_of
 from data.stream.sources import drawn
 from data.stream.stream import open_stream
@@ -74,6 +75,9 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
         "layout": resolved.layout.as_dict(),
         "layout_text": resolved.layout.describe(),
         "run": length(recipe, resolved, schedule),
+        "at_risk": risk(
+            recipe.checkpoint.interval, recipe.checkpoint.minutes, recipe.cluster.mtbf_hours
+        ),
         "ds_config": resolved.config,
         "ds_origins": ds_origins(composed, resolved),
         "optimizer_class": resolved.engine.optimizer_class,
@@ -124,10 +128,15 @@ def state(recipe: Recipe, resolved: Resolved) -> dict[str, Any]:
         "on_host": list(ON_HOST) if engine.is_offloaded else [],
         "gib": {name: value * share / GIB for name, value in parts.items()},
         # What a save beside training copies, in host memory.
-        "copy_gib": (parts["master"] + parts["moments"]) * share / GIB
-        if recipe.checkpoint.mode == "async"
-        else 0.0,
+        "copy_gib": (parts["master"] + parts["moments"]) * share / GIB if is_async(recipe) else 0.0,
     }
+
+
+def is_async(recipe: Recipe) -> bool:
+    """True where saves are written in a thread: chosen, or `auto` on GPUs."""
+    mode, device = recipe.checkpoint.mode, recipe.cluster.device
+    on_gpu = device == "cuda" or (device == "auto" and bool(visible_gpus()))
+    return mode == "async" or (mode == "auto" and on_gpu)
 
 
 def usage(recipe: Recipe, schedule: Any, last_step: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -183,6 +192,7 @@ def text(shown: dict[str, Any]) -> str:
         f" ({run['tokens_per_parameter']:.3g} per parameter), warm-up {run['warmup_steps']:,}"
         f" steps, {run['flops']:.3g} FLOPs",
         *(f"  {line}" for line in [run["rounding"]] if line),
+        f"  a kill loses at most {shown['at_risk']}",
         *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",
@@ -217,7 +227,7 @@ def _state(state_: dict[str, Any]) -> str:
         stages = [f"{size * per_gib:.3f}" for size in state_["parameters_per_stage"]]
         shown += f"\n  that is the fullest pipeline stage; GiB of each: {' '.join(stages)}"
     if state_["copy_gib"]:
-        shown += f"\n  checkpoint.mode=async: {state_['copy_gib']:.3f} GiB more of host memory"
+        shown += f"\n  saves in a thread: {state_['copy_gib']:.3f} GiB more of host memory"
     return shown
 
 

@@ -53,7 +53,7 @@ def test_the_json_printed_is_the_json_the_engine_gets():
 
 
 def test_state_bytes_are_those_of_the_layout():
-    shown = show.collect("7b", ["zero=2"], 64)
+    shown = show.collect("7b", ["zero=2", "checkpoint.mode=sync"], 64)
     parts = shown["state"]["bytes_per_parameter"]
     assert sum(parts.values()) == pytest.approx(2 + 16 / 64)
     assert shown["state"]["copy_gib"] == 0
@@ -182,3 +182,12 @@ def test_sources_are_shown_with_share_stages_and_epochs_and_repeats_warn(tmp_pat
     assert "more than 4 give little" in text
     text = show.text(show.collect("tiny", [*words, "data.sources.prose.max_epochs=2"]))
     assert "warning: refused at start: data.sources.prose.max_epochs=2.0: the run would" in text
+
+
+def test_what_a_kill_would_lose_and_the_memory_of_saves_are_shown():
+    shown = show.collect("7b", [], 64)
+    assert "a kill loses at most about 10 min 00 s of work" in show.text(shown)
+    state = shown["state"]  # cluster.device=cuda: saves are written in a thread
+    assert state["copy_gib"] == pytest.approx(state["gib"]["master"] + state["gib"]["moments"])
+    shown = show.collect("7b", ["checkpoint.interval=0"], 64)
+    assert "a kill loses at most all work since the start" in show.text(shown)
