@@ -35,7 +35,7 @@ SLIPS = {
     "knobs": [["--nothing"]],
     "layouts": [["--", NOTHING]],
     "plan": [["--", NOTHING]],
-    "plan_check": [[f"--rows={NOTHING}"], [f"--runs={NOTHING}"]],
+    "plan_check": [[f"--rows={NOTHING}"]],
     "pretrain": [[f"recipe={NOTHING}"]],
     "profile": [["--run", NOTHING]],
     "recipes": [],  # takes no arguments
