@@ -8,6 +8,8 @@
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
 #   SKIP="86:91 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
+#   CLUSTER=h100  NODES=128  VERSUS="zero=3|zero=1"  JSON=1  PICTURE=plan.svg  GPU_HOURS=10000  MONEY=50000  DAYS=14
+#   ROWS=other.csv  CURVES=scaling.svg
 #   TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
 #
 # PYTHON chooses an interpreter that is used as it is (its torch is never replaced); without it a
@@ -66,6 +68,16 @@ VOCAB ?= 32000
 WORKERS ?=
 CORPUS ?= corpora/sotu
 QUICK ?=
+CLUSTER ?=
+NODES ?=
+VERSUS ?=
+JSON ?=
+PICTURE ?=
+GPU_HOURS ?=
+MONEY ?=
+DAYS ?=
+ROWS ?=
+CURVES ?=
 
 # The variables that each command reads. A variable on the command line that none of the goals reads
 # is refused, as is a misspelt one: it would be ignored, and another run started than was meant.
@@ -75,6 +87,9 @@ READ_BY_pretrain := RECIPE OVERRIDES $(PLACES)
 READ_BY_doctor := $(PLACES)
 READ_BY_show := RECIPE OVERRIDES $(PLACES)
 READ_BY_layouts := RECIPE OVERRIDES ALL $(PLACES)
+READ_BY_plan := RECIPE OVERRIDES CLUSTER NODES WORLD VERSUS JSON PICTURE
+READ_BY_budget := OVERRIDES CLUSTER NODES GPU_HOURS MONEY DAYS
+READ_BY_plan-check := ROWS PICTURE CURVES
 READ_BY_dryrun := RECIPE OVERRIDES RANK $(PLACES)
 READ_BY_recipes :=
 READ_BY_knobs := FIND
@@ -115,7 +130,7 @@ READ = PYTHON $(OF_GOALS) $(if $(filter RUN,$(OF_GOALS)),RECIPE)
 
 KNOWN := PYTHON RECIPE $(PLACES) OVERRIDES RANK ALL FIND PORT TESTS RUN STEP PROMPT IN OUT TOKENIZER VOCAB WORKERS \
 	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO WHY \
-	TEMPERATURE TOP_P SEED DTYPE
+	TEMPERATURE TOP_P SEED DTYPE CLUSTER NODES VERSUS JSON PICTURE GPU_HOURS MONEY DAYS ROWS CURVES
 GIVEN := $(strip $(filter-out MAKEFLAGS SHELL,$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))))
 STRANGE := $(strip $(filter-out $(KNOWN),$(GIVEN)))
 ifneq ($(STRANGE),)
@@ -159,7 +174,7 @@ READY := .venv/ready
 READY_FOR_TESTS := .venv/ready
 endif
 
-.PHONY: help pretrain test lint format show layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
+.PHONY: help pretrain test lint format show plan budget plan-check layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
 	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
@@ -184,6 +199,17 @@ show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothin
 
 layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
 	@exec "$(PYTHON)" -m commands.layouts $(PLACE) $(if $(filter 1,$(ALL)),--all) $(ARGUMENTS) "$$RECIPE"
+
+plan: $(READY) ## which layout, will it fit, how long, how much (CLUSTER= NODES= VERSUS= JSON=1 PICTURE=)
+	@exec "$(PYTHON)" -m commands.plan "--cluster=$$CLUSTER" "--nodes=$$NODES" "--world=$$WORLD" \
+	  "--versus=$$VERSUS" "--picture=$$PICTURE" $(if $(JSON),--json) $(ARGUMENTS) "$$RECIPE"
+
+budget: $(READY) ## the best size for GPU_HOURS=, MONEY= or DAYS=, and its plan (CLUSTER= NODES=)
+	@exec "$(PYTHON)" -m commands.budget "--gpu-hours=$$GPU_HOURS" "--money=$$MONEY" "--days=$$DAYS" \
+	  "--nodes=$$NODES" "--cluster=$$CLUSTER" $(ARGUMENTS)
+
+plan-check: $(READY) ## the planner against published runs (ROWS=other.csv PICTURE= CURVES=)
+	@exec "$(PYTHON)" -m commands.plan_check "--rows=$$ROWS" "--picture=$$PICTURE" "--curves=$$CURVES"
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
 	@exec "$(PYTHON)" -m commands.dryrun --rank "$(RANK)" $(PLACE) $(ARGUMENTS) "$$RECIPE"

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
 import torch
 
-from base.errors import UserError
+from base.errors import Shared, UserError
 from base.exits import DO_NOT_RETRY, FAILED, FINISHED, REWOUND
 from base.lossy_output import make_lossy
 from base.paths import ROOT
@@ -57,6 +57,7 @@ from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import resolve
 from runtime.run import Run
+from runtime.same_recipe import same_recipe
 from runtime.saving import Saver, Unsaved
 from runtime.starting import (
     description,
@@ -73,15 +74,24 @@ from runtime.telemetry import Telemetry
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command line; returns the exit status."""
+    """Run one command line; returns the exit status.
+
+    The process group is destroyed at an end that all ranks come to alike. A rank that fails alone
+    leaves without that: on NCCL it would wait for kernels that the other ranks never complete.
+    """
+    is_agreed = False
     try:
         with HEART.reporting(Rewound):
             run = prepare(arguments)
-            return FINISHED if run is None else train(run)
+            status = FINISHED if run is None else train(run)
+        is_agreed = True
+        return status
     except UserError as error:
+        is_agreed = isinstance(error, Shared)
         process.report(error)
         return DO_NOT_RETRY
     except Rewound:
+        is_agreed = True
         return REWOUND
     except OSError as error:  # a full disk, a file system that went away
         print(f"failed on rank {process.launched_rank()}: {error}", file=sys.stderr)
@@ -90,8 +100,9 @@ def main(arguments: list[str]) -> int:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
         return asked.ending.status
     finally:
-        HEART.beat("end")
-        process.finish()
+        if is_agreed:
+            HEART.beat("end")
+            process.finish()
 
 
 def prepare(arguments: list[str]) -> Run | None:
@@ -123,6 +134,7 @@ def prepare(arguments: list[str]) -> Run | None:
     check_kernels(resolved.config, me.device)
     counter = Counter() if recipe.log.communication else None
     ranks = RankComm()
+    same_recipe(recipe, resolved.config, ranks)
     if recipe.resume != "fresh":
         same_listing(ranks, folder / "checkpoints")
     stands = broadcast(ranks, stands, "where the run stands")
@@ -201,10 +213,11 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
         steps.start, steps[-1], run.data_rank, layout.data, layout.micro_batch
     ) as batches:
         telemetry.start()
+        run.saver.timer.restart()
         for step in steps:
             # Batch and learning rate: functions of the step.
             telemetry.begin(step)
-            REQUESTS.send()
+            REQUESTS.send(run.saver.timer.is_over())
             with telemetry.phase("data"):
                 data = next(batches)
                 micro_batches = [to_device(one, run.process.device) for one in data.micro_batches]
@@ -263,7 +276,8 @@ def decide(run: Run, step: int) -> Decision:
     is_last = step == run.resolved.last_step
     ending = REQUESTS.answer(is_last)
     run.saver.poll()
-    saves = run.saver.is_due(step, ending is not None and ending.saves)
+    is_asked = ending is not None and ending.saves
+    saves = run.saver.is_due(step, is_asked, REQUESTS.is_save_due)
     return Decision(step, saves, ending, is_last)
 
 
@@ -307,4 +321,9 @@ if __name__ == "__main__":
     sys.excepthook = process.print_without_secrets
     HEART.begin()
     REQUESTS.listen()
-    process.leave(main(sys.argv[1:]))
+    try:
+        ended = main(sys.argv[1:])
+    except Exception:  # of this rank: its traceback first, then the end, without any clean-up
+        sys.excepthook(*sys.exc_info())
+        ended = FAILED
+    process.leave(ended)

@@ -1,4 +1,4 @@
-"""What every process needs: errors, exact values, files that survive a power cut, the command line.
+"""Basics of every process: errors, exact values, durable files, the command line.
 
 command_line.py            Arguments that all commands take, and how they refuse
 cores.py                   CPU cores and open files that this process may use
@@ -6,6 +6,7 @@ durable.py                 Files and names that a power cut leaves whole or abse
 errors.py                  UserError: what a user can put right
 exits.py                   Exit statuses of the run and of all commands
 jsonl.py                   Lines of JSON with digests: the files of a run that grow
+launcher_variables.py      Environment variables that another launcher left in the shell
 lossy_output.py            Standard output that a closed terminal or a full disk cannot break
 parent_death.py            A signal for this process when its parent dies
 paths.py                   Folders of this checkout

@@ -73,7 +73,7 @@ def digest(body: bytes) -> str:
 
 
 def has_digest(text: bytes) -> bool:
-    """Whether a line ends with a digest, right or wrong."""
+    """True where a line ends with a digest, right or wrong."""
     return DIGEST.search(text, max(0, len(text) - LONGEST_END)) is not None
 
 

@@ -20,6 +20,7 @@ TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 def read(path: Path, shown: str) -> dict[str, Any]:
     """The object in the file; `shown` is its name in messages. Raises UserError."""
+    # Read UTF-8 text.
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -32,6 +33,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
         line = raw[: error.start].count(b"\n") + 1
         column = error.start - raw.rfind(b"\n", 0, error.start)
         raise UserError(f"{shown}: line {line} column {column}: not UTF-8 text") from None
+    # Parse it.
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:

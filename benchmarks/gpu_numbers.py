@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.gpu_bench import TINY, Bench, Row, take_steps, timed
 from benchmarks.workload import Workload, count_targets, micro_batches, recipe_of
 from model.attention import attention, prepare
-from model.config import DecoderConfig
+from model.config import DecoderConfig, Rotary
 from model.decoder import Decoder
 from model.init import fill
 from recipes.schema import Optim, Recipe
@@ -85,7 +85,7 @@ def attention_kernels(bench: Bench) -> Iterator[Row]:
     ):
         like = torch.empty(size["batch"], size["length"], 1, dtype=dtype, device=bench.me.device)
         bounds = (batch["cu_seqlens"], batch["max_seqlen"]) if with_bounds else (None, None)
-        attend = prepare(like, size["dim"], 1e4, batch["segment_ids"], *bounds)
+        attend = prepare(like, size["dim"], Rotary(1e4), batch["segment_ids"], *bounds)
         inputs = [x.to(dtype).requires_grad_() for x in wide]
         seen[name] = attend, attend_once(inputs, attend)
         if name != "reference":

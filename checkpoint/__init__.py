@@ -5,6 +5,7 @@ save/                      All ranks write, rank 0 commits
 load/                      A checkpoint is chosen, compared with the recipe, and read
 comm.py                    How ranks exchange small values during a save or a load
 export.py                  Writes a checkpoint as a Hugging Face folder
+exported_tokenizer.py      Makes the tokenizer of an export agree with the training
 fragments.py               Finds the pieces of weights and optimizer states that this rank owns
 lineage.py                 Segments of a run: which steps and checkpoints belong to it now
 """

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
 from base.paths import ROOT
+from checkpoint.exported_tokenizer import copy_tokenizer
 from checkpoint.load.hf_check import LENGTH, fill, largest_difference, pieces
 from checkpoint.load.hf_folder import read_config
 from checkpoint.load.weight_rows import RunWeights, check_names
+from data.corpus.tokenizer import TOKENIZER_FILE
 from model.config import DecoderConfig, hf_config
 from model.decoder import Decoder
 
@@ -40,7 +43,6 @@ MEANING = (
     "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size", "num_hidden_layers",
     "hidden_act",
 )  # fmt: skip
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def export(
@@ -68,13 +70,15 @@ def export(
     sweep(out)
     made.mkdir(parents=True)
     try:
+        data = weights.state.get("data", {})
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, made)
-        generation = generation_settings(config, tokenizer)
+            copy_tokenizer(tokenizer, made, data)
+        generation = generation_settings(config, tokenizer, data)
         write_weights(weights, made, dtype, shard_bytes)
         name = DTYPES[dtype][1]
         # `dtype` is Transformers 5's word, `torch_dtype` everybody else's.
-        write_json(made / "config.json", hf_config(config) | {"dtype": name, "torch_dtype": name})
+        fields = {"dtype": name, "torch_dtype": name} | begin_field(data)
+        write_json(made / "config.json", hf_config(config) | fields)
         write_json(made / "generation_config.json", generation)
         # Compare, describe, rename.
         difference = compare_logits(weights, config, made, dtype) if check else None
@@ -85,6 +89,7 @@ def export(
             "parameters": sum(math.prod(shape) for shape in weights.shapes.values()),
             "dtype": name,
             "recipe_hash": weights.state.get("recipe_hash"),
+            "a document begins after the id": data.get("begin_id"),
             "logits differ by": difference,
             "differs from init_from": "; ".join(changed_since_import(weights.state, made)) or None,
         }
@@ -172,14 +177,18 @@ def write_safetensors(path: Path, weights: RunWeights, names: list[str], dtype: 
         os.fsync(file.fileno())
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer's files."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def begin_field(data: Mapping[str, Any]) -> dict[str, int]:
+    """Return the field of config.json for the id that precedes a document; `make sample` reads it.
+
+    Empty where no id did, and for checkpoints of older versions.
+    """
+    begin_id = data.get("begin_id")
+    return {} if begin_id is None else {"document_begin_id": begin_id}
 
 
-def generation_settings(config: DecoderConfig, tokenizer: Path | None) -> dict[str, Any]:
+def generation_settings(
+    config: DecoderConfig, tokenizer: Path | None, data: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the values of generation_config.json, and put the tokenizer's ids into `config`.
 
     Rows of the table beyond the tokenizer stand for no text, so they are suppressed. Raises
@@ -187,8 +196,8 @@ def generation_settings(config: DecoderConfig, tokenizer: Path | None) -> dict[s
     """
     if tokenizer is None:
         return {}
-    if not (tokenizer / TOKENIZER_FILES[0]).is_file():
-        raise UserError(f"{tokenizer / TOKENIZER_FILES[0]}: not found; give TOKENIZER=")
+    if not (tokenizer / TOKENIZER_FILE).is_file():
+        raise UserError(f"{tokenizer / TOKENIZER_FILE}: not found; give TOKENIZER=")
     from transformers import PreTrainedTokenizerFast
 
     known = PreTrainedTokenizerFast.from_pretrained(tokenizer)
@@ -197,8 +206,12 @@ def generation_settings(config: DecoderConfig, tokenizer: Path | None) -> dict[s
             f"the tokenizer has {len(known)} ids, the embedding {config.vocab_size} rows:"
             " it is not the tokenizer of this run"
         )
-    config.bos_token_id, config.eos_token_id = known.bos_token_id, known.eos_token_id
-    ids = {"bos_token_id": known.bos_token_id, "eos_token_id": known.eos_token_id}
+    # The training's own ids, where the checkpoint has them; else those that the tokenizer names.
+    is_known = data.get("end_id") is not None
+    begin_id = data.get("begin_id") if is_known else known.bos_token_id
+    end_id = data["end_id"] if is_known else known.eos_token_id
+    config.bos_token_id, config.eos_token_id = begin_id, end_id
+    ids = {"bos_token_id": begin_id, "eos_token_id": end_id}
     settings: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
     if len(known) < config.vocab_size:
         settings["suppress_tokens"] = list(range(len(known), config.vocab_size))
@@ -212,8 +225,9 @@ def transformers_model(weights: RunWeights, tokenizer: Path | None) -> PreTraine
 
     config = decoder_config(weights.state)
     check_names(weights, config)
-    generation = generation_settings(config, tokenizer)
-    values = hf_config(config)
+    data = weights.state.get("data", {})
+    generation = generation_settings(config, tokenizer, data)
+    values = hf_config(config) | begin_field(data)
     theirs = CONFIG_MAPPING[values["model_type"]].from_dict(values)
     model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
     fill(model, weights)

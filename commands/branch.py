@@ -42,6 +42,7 @@ from recipes.schema import Recipe
 from record import history
 from record.records import read_line
 from record.resuming import compare, read_state
+from record.run_status import start_command
 from runtime.resolve import attempt
 
 ENVIRONMENT = "environment.json"
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> int:
         print(
             f"changed from step {target.step + 1} on: {change.key} {change.stored} -> {change.now}"
         )
-    print(f"start it with: make pretrain RECIPE=runs/{recipe.run}/recipe.yaml")
+    print(f"start it with: {start_command(ROOT / 'runs' / recipe.run, parent)}")
     return FINISHED
 
 

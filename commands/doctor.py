@@ -4,61 +4,106 @@
 
 Rule: every problem names its host and its key. Each start on several hosts runs the quick part of
 this by itself. Here disks are timed, stale locks of builds are removed, and the links are measured
-by a process that runs as a rank does (runtime.process.link_test). Exit status: 0 = fit, 93 = not.
+by a process that runs as a rank does (runtime.process.link_test). The last line is
+the verdict. Exit status: 0 = fit, 93 = not.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 from base.command_line import Parser
 from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.lossy_output import make_lossy
-from base.values import counted, read_ranks
+from base.values import counted
 from launch.hosts.cluster import AgentCluster
-from launch.hosts.hostfile import MOST_SLOTS, Host, ranks_per_host
+from launch.hosts.hostfile import MOST_SLOTS, Host
 from launch.hosts.judge import Need, cards_of
 from launch.hosts.link_speeds import slow_links
-from launch.hosts.place import ROOT, add_place, read_place
+from launch.hosts.own_gpus import count_gpus, idle_gpus
+from launch.hosts.place import ROOT, Place, add_place, ranks_on_each, read_place
 from launch.hosts.preflight import Inspection, StartPlan, preflight, wanted_port
 from launch.hosts.variables import passed
 from launch.ranks import start
 
 RESULT = ".cache/links.json"
+# Builds the operators that DeepSpeed would build while ranks wait; only offload needs them.
+OPERATORS = ("-m", "runtime.engine.ops")
 LEAST_FREE_GIB = 1.0  # of the run folder, where no recipe says more
 
 
 def main(arguments: list[str]) -> int:
     """Run `python -m commands.doctor`; returns the exit status."""
     parser = Parser(prog="python -m commands.doctor", description=__doc__)
-    parser.add_argument("--nproc", default="", help="ranks on each host")
     add_place(parser)
     options = parser.parse_args(arguments)
+    report = DoctorReport()
     try:
         place = read_place(options)
-        ranks = read_ranks("NPROC", options.nproc) if options.nproc else None
         cluster = AgentCluster([Host("localhost", MOST_SLOTS)], ROOT)
         if place:  # spares are examined with the rest
             cluster = replace(place.cluster, hosts=[*place.cluster.hosts, *place.spares])
         named = place.named if place else ()
-        problems = examine(cluster, ranks, passed(os.environ, named))
+        per_host = ranks_to_test(options, place)
+        problems = examine(cluster, per_host, passed(os.environ, named), report.log)
     except UserError as error:
         problems = error.problems
     except OSError as error:  # .cache/ is another user's
         problems = [f"{error.filename}: {error.strerror}"]
     for problem in problems:
         print(f"refused: {problem}", file=sys.stderr)
+    report.log(verdict(len(problems), report.warnings))
     return DO_NOT_RETRY if problems else 0
 
 
-def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str]) -> list[str]:
+class DoctorReport:
+    """Prints the lines of the report, and counts the warnings among them."""
+
+    def __init__(self):
+        self.warnings = 0
+
+    def log(self, line: str) -> None:
+        """Print a line of the report."""
+        self.warnings += line.startswith("warning: ")
+        print(line, flush=True)
+
+
+def verdict(problems: int, warnings: int) -> str:
+    """The last line: whether a run can start, and how many lines above need a look."""
+    if problems:
+        lines = "line" if problems == 1 else "lines"
+        return f"verdict: not fit, {counted(problems, 'problem')}; see the {lines} `refused:`"
+    if warnings:
+        return f"verdict: fit, with {counted(warnings, 'warning')}; see above"
+    return "verdict: fit"
+
+
+def ranks_to_test(options: argparse.Namespace, place: Place | None) -> int:
+    """Ranks on each host in the collective test: what is given, the slots, all GPUs, or 1."""
+    if place and not options.nproc and not options.world:
+        if place.cluster.hosts[0].slots == MOST_SLOTS:  # a SLURM job without GPUs
+            return 1
+    elif not place and not options.nproc and not options.world:
+        with contextlib.suppress(UserError):  # the facts report it
+            return max(1, count_gpus())
+        return 1
+    return ranks_on_each(options, place)
+
+
+def examine(
+    cluster: AgentCluster,
+    per_host: int,
+    environment: dict[str, str],
+    log: Callable[[str], None],
+) -> list[str]:
     """All problems of the hosts; prints the findings on the way."""
-    known = ranks is not None or cluster.hosts[0].slots != MOST_SLOTS
-    per_host = ranks_per_host(cluster.hosts, ranks) if known else 1
     inspection = Inspection(
         need=Need(per_host, "auto", LEAST_FREE_GIB),
         environment=environment,
@@ -68,20 +113,21 @@ def examine(cluster: AgentCluster, ranks: int | None, environment: dict[str, str
     plan, facts = preflight(cluster, inspection, log)
     for host, f in facts.items():
         log(describe(host, f))
+        for line in idle_gpus(len(cards_of(f)), per_host, f"{host}: "):
+            log(line)
     has_gpus = all(cards_of(f) for f in facts.values())
-    if has_gpus:
-        build_operators(cluster, plan, environment)
-    return collective(cluster, plan, per_host, environment, "cuda" if has_gpus else "cpu")
-
-
-def build_operators(cluster: AgentCluster, plan: StartPlan, environment: dict[str, str]) -> None:
-    """Build the operators that DeepSpeed would build while ranks wait; only offload needs them."""
-    if start.across(cluster, plan, ["-m", "runtime.engine.ops"], 1, environment, None):
+    if has_gpus and start.across(cluster, plan, OPERATORS, 1, environment, None):
         log("warning: zero=zero3_offload will not start; all else does not need the operators")
+    return collective(cluster, plan, per_host, environment, "cuda" if has_gpus else "cpu", log)
 
 
 def collective(
-    cluster: AgentCluster, plan: StartPlan, per_host: int, environment: dict[str, str], device: str
+    cluster: AgentCluster,
+    plan: StartPlan,
+    per_host: int,
+    environment: dict[str, str],
+    device: str,
+    log: Callable[[str], None],
 ) -> list[str]:
     """Run the collective test; the problems of sums and links."""
     names = [host.name for host in cluster.hosts]
@@ -119,11 +165,6 @@ def describe(host: str, f: dict) -> str:
         f" {counted(len(cards), 'GPU')}{' (' + cards[0]['name'] + ')' if cards else ''},"
         f" runs/ {f['disk']['runs/']:.0f} GiB free, {speed or 0:.0f} MiB/s"
     )
-
-
-def log(line: str) -> None:
-    """Print a line of the report."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
@@ -33,20 +28,13 @@ from data.stream.schedule import schedule_of
 from launch.hosts.own_gpus import ranks_of_gpus
 from launch.hosts.place import add_place, planned_world
 from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
-from model.decoder import Decoder
-from parallel import tensor
 from parallel.layout import Coordinates, Layout
-from parallel.mesh import Mesh, forget_groups, make_mesh, members
 from recipes.compose import compose
 from recipes.schema import Recipe
 from runtime.ds_config.confirm import confirm
 from runtime.ds_config.merge import ds_problems
 from runtime.ds_config.state_bytes import of_layout
-from runtime.engine import engine
-from runtime.engine.deepspeed_import import join_deepspeed
 from runtime.resolve import Resolved, resolve
-
-META = torch.device("meta")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,13 +63,11 @@ def collect(
     resolved = resolve(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(resolved.config)
-    join_fake(number, ranks)
-    try:
-        mesh = make_mesh(resolved.layout, number)
-        return describe(recipe, resolved, mesh, number, build_part(recipe, mesh))
-    finally:
-        dist.destroy_process_group()
-        forget_groups()
+
+    from runtime.engine.rank_part import part_of_rank  # torch: only for what is not refused
+
+    with part_of_rank(recipe, resolved, number) as (mesh, model):
+        return describe(recipe, resolved, mesh, number, model)
 
 
 def read_rank(given: str, world: int) -> int:
@@ -93,33 +79,12 @@ def read_rank(given: str, world: int) -> int:
     return int(given)
 
 
-def join_fake(rank: int, world: int) -> None:
-    """A process group whose other members do not exist: every collective returns at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # The accelerator is chosen when deepspeed is imported; its modules ask for a local rank.
-    os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"] = "cpu", "0"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-
-
-def build_part(recipe: Recipe, mesh: Mesh) -> nn.Module:
-    """The modules of one rank, without memory and before ZeRO-3 divides each weight."""
-    join_deepspeed(torch.device("cpu"))
-    if mesh.layout.pipeline > 1:
-        from runtime.engine.pipeline_engine import build_stage
-
-        return build_stage(recipe, mesh, META)
-    whole = engine.decoder_config(recipe)
-    with engine.default_dtype(engine.DTYPES[recipe.precision]), META:
-        model = Decoder(tensor.local_config(whole, mesh.tensor))
-    tensor.apply(model, mesh, whole, recipe.parallel.sequence)
-    return model
-
-
 def describe(
     recipe: Recipe, resolved: Resolved, mesh: Mesh, rank: int, model: nn.Module
 ) -> dict[str, Any]:
     """The weights that the rank holds, the ranks it communicates with, and its memory."""
+    from parallel.mesh import members
+
     layout, per_host = resolved.layout, recipe.cluster.gpus_per_node
     parameters = list(model.named_parameters())
     return {
@@ -140,6 +105,11 @@ def describe(
     }
 
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from parallel.mesh import Mesh
+
 AXES = ("tensor", "context", "data", "pipeline")
 
 
@@ -155,6 +125,8 @@ def neighbours(layout: Layout, place: Coordinates) -> dict[str, int | None]:
 
 def weights(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """One line per kind of weight: name with N for the block, shapes here and in the model."""
+    from parallel import tensor
+
     kinds: dict[tuple, int] = {}
     for name, parameter in parameters:
         full = getattr(parameter, "shard", tensor.ParameterShard(tuple(parameter.shape))).full

@@ -19,7 +19,7 @@ from pathlib import Path
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import read_ranks
-from plan.choose import FREE, compose_free, given_knobs, tokens_of
+from plan.choose import AXES, FREE, compose_free, given_knobs, tokens_of
 from plan.drawings import draw_plan
 from plan.explanation import explained, plain, report, versus
 from plan.recipe_jobs import machine_for
@@ -79,7 +79,9 @@ def answer(name: str, overrides: list[str], options) -> list[str]:
     lines = report(found, winner, assumed, tokens, int(options.shown))
     hosts = -(-world // machine.gpus_per_node)
     place = f"NPROC={world}" if hosts == 1 else f"HOSTFILE=hosts NPROC={machine.gpus_per_node}"
-    other = " ".join(word for word in overrides if word.partition("=")[0] not in fixed)
+    # The proposal names these itself.
+    named = {*FREE, *(f"parallel.{axis}" for axis in AXES)}
+    other = " ".join(word for word in overrides if word.partition("=")[0] not in named)
     overrides = f"{other} {winner.knobs}".strip()
     lines += ["", "run it", f'  make pretrain RECIPE={name} {place} OVERRIDES="{overrides}"']
     return lines

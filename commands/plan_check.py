@@ -2,7 +2,6 @@
 
     python -m commands.plan_check                      # ours, each family predicted without itself
     python -m commands.plan_check --rows other.csv     # other published runs in the same columns
-    python -m commands.plan_check --runs "a b"         # your own runs: predicted beside measured
 
 Needs no network, no GPU and no torch. PICTURE=file.svg draws predicted against measured;
 CURVES=file.svg draws the scaling of 7b and 70b.
@@ -17,7 +16,6 @@ from pathlib import Path
 from base.command_line import Parser, carry_out
 from plan.constants import FITTED, Constants
 from plan.drawings import draw_scatter
-from plan.own_runs import own_runs_report
 from plan.scaling import draw_scaling
 from plan.validation import validation_report
 
@@ -26,15 +24,11 @@ def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.plan_check`; returns the exit status."""
     parser = Parser(prog="make plan-check", description=__doc__)
     parser.add_argument("--rows", default="", help="a CSV file with the columns of our own")
-    parser.add_argument("--runs", default="", help="names of runs under runs/")
     parser.add_argument("--picture", default="", help="write an SVG picture to this file")
     parser.add_argument("--curves", default="", help="write the scaling of 7b and 70b to this file")
     options = parser.parse_args(arguments)
 
     def act() -> int:
-        if options.runs:
-            print("\n".join(own_runs_report(options.runs.split())))
-            return 0
         if options.curves:
             draw_scaling(Path(options.curves))
             return 0

@@ -4,8 +4,10 @@
         on this machine           launch.supervise: ranks here
         HOSTFILE=, or in SLURM    launch.supervise: launch.hosts.fleet examines the hosts -> ranks
 
-Rule: what can be refused is refused here, before any rank starts, with every problem at once.
-Imports no torch. Signals to this process go to the run, and its exit status is the run's.
+Rule: what can be refused is refused here, before any rank starts, with every problem at once. The
+recipe is composed here, once: the ranks of every attempt and of every host get its text, so neither
+a file nor a variable that changes later can change the run. Imports no torch. Signals to this
+process go to the run, and its exit status is the run's.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.cores import allow_open_files
 from base.errors import UserError
 from base.exits import FAILED
+from base.launcher_variables import of_a_step, of_launchers, unused
 from base.lossy_output import make_lossy
 from base.parent_death import signal_at_parent_death
 from base.units import GIB
@@ -53,12 +56,15 @@ from launch.hosts.preflight import Inspection, wanted_port
 from launch.hosts.spares import SpareWatch
 from launch.hosts.variables import left_here, passed, watched
 from launch.ranks import start
+from launch.ranks.recipe_file import recipe_file
 from launch.ranks.screen import Screen
 from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
 from parallel.legal import split_group_problem
+from plan.choose import is_auto, prediction, with_choices
 from recipes.compose import compose_command
+from recipes.composed_file import Composed, composed_text
 from recipes.schema import Recipe
 from record.alerts import AlertSender
 from record.attempts import Attempt, Progress
@@ -73,8 +79,6 @@ from runtime.ds_config.merge import ds_problems
 from runtime.log.wandb_mirror import require_wandb
 from runtime.resolve import resolve
 
-CHECKPOINT_BYTES = 12  # per parameter: fp32 weight and two moments
-
 
 def main(arguments: list[str]) -> int:
     """Run `python -m commands.pretrain --nproc N -- recipe=NAME ...`; returns the exit status."""
@@ -84,16 +88,19 @@ def main(arguments: list[str]) -> int:
     try:
         place, given = read_place(options), arguments_of(options)
         per_host = ranks_on_each(options, place)
-        recipe = composed(given)
+        composed, world = planned(given, planned_world(options))
         if options.check:
-            check(recipe, planned_world(options) or ranks_of_gpus(recipe) or 1)
+            check(composed.recipe, world)
             return 0
+        for line in prediction(composed.recipe, world):
+            log(line)
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
+        report_left_over(options.slurm)
         if place is None:
-            return start_here(recipe, given, per_host, options.once)
-        status = start_across(recipe, given, place, per_host, options.once)
+            return start_here(composed, per_host, options.once)
+        status = start_across(composed, place, per_host, options.once)
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
@@ -120,23 +127,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def start_here(recipe: Recipe, arguments: list[str], ranks: int | None, once: bool) -> int:
+def start_here(composed: Composed, ranks: int | None, once: bool) -> int:
     """Check the recipe and start ranks of this machine; returns the exit status.
 
     Without a number of `ranks` all GPUs get one, as far as the recipe can use them.
     """
+    recipe = composed.recipe
     is_given, ranks = ranks is not None, ranks or ranks_of_gpus(recipe) or 1
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
         raise UserError(f"MASTER_PORT={port} is busy; unset it to have a free one chosen")
-    if ranks > 1 and (wrong := network.missing_interfaces(os.environ, False)):
+    # One rank, too, has a gloo group, and NCCL looks for its interface.
+    has_gpus = "NCCL_SOCKET_IFNAME" in os.environ and bool(gpus().get("cards"))
+    if wrong := network.missing_interfaces(os.environ, has_gpus):
         raise UserError(*(f"{line}; unset it" for line in wrong))
     check(recipe, ranks)
     for note in remove_stale_locks(os.environ):
         print(note, file=sys.stderr)
     supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run)
     forget(supervisor_log.folder)  # requests to an attempt that is over
-    run = RunHere(recipe, arguments, ranks, port, is_given)
+    run = RunHere(recipe, composed_text(composed), ranks, port, is_given)
     facts = functools.partial(host_facts, os.environ)
     with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
         return keep_alive(run, recipe, supervisor_log, once, stop_signals, alert, facts)
@@ -147,7 +157,7 @@ class RunHere:
     """A run whose ranks are all on this machine."""
 
     recipe: Recipe
-    arguments: list[str]
+    composed: str  # the recipe as text, for the ranks of every attempt
     ranks: int
     port: int | None
     is_given: bool  # the number of ranks
@@ -175,17 +185,17 @@ class RunHere:
         self, screen: Screen, stop_signals: StopSignals, variables: dict[str, str], has_begun: bool
     ) -> Attempt:
         """One attempt of all ranks."""
-        arguments = goes_on(self.arguments) if has_begun else self.arguments
-        return start.live_here(
-            command_of(arguments)[1:], self.ranks, ROOT, ROOT / "runs" / self.recipe.run, self.port,
-            screen, stop_signals, variables, self.recipe.watch,
-        )  # fmt: skip
+        with recipe_file(self.composed) as composed:
+            arguments = [str(ROOT / "pretrain.py"), resume_of(self.recipe, has_begun), composed]
+            return start.live_here(
+                arguments, self.ranks, ROOT, ROOT / "runs" / self.recipe.run, self.port,
+                screen, stop_signals, variables, self.recipe.watch,
+            )  # fmt: skip
 
 
-def start_across(
-    recipe: Recipe, arguments: list[str], place: Place, per_host: int, once: bool
-) -> int:
+def start_across(composed: Composed, place: Place, per_host: int, once: bool) -> int:
     """Check the recipe, then the hosts, and start ranks on them; returns the exit status."""
+    recipe = composed.recipe
     checkpoint_gib = check(recipe, per_host * len(place.cluster.hosts))
     if problem := split_group_problem(recipe, per_host, "NPROC"):
         raise UserError(problem)
@@ -206,7 +216,7 @@ def start_across(
             supervisor_log, lambda hosts: check(recipe, per_host * hosts, is_running=True),
             alert=alert,
         )  # fmt: skip
-        run = RunAcross(recipe, arguments, per_host, fleet)
+        run = RunAcross(recipe, composed_text(composed), per_host, fleet)
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
         busy_s = 2 * recipe.cluster.lost_s
@@ -220,7 +230,7 @@ class RunAcross:
     """A run with `per_host` ranks on each host of a fleet."""
 
     recipe: Recipe
-    arguments: list[str]
+    composed: str  # the recipe as text, for the ranks of every attempt
     per_host: int
     fleet: Fleet
 
@@ -242,12 +252,13 @@ class RunAcross:
         recipe, fleet = self.recipe, self.fleet
         order = start.order_of(
             fleet.plan,
-            ["pretrain.py", *(goes_on(self.arguments) if has_begun else self.arguments)],
+            ["pretrain.py", resume_of(recipe, has_begun)],
             self.per_host,
             {**fleet.inspection.environment, **variables},
             f"runs/{recipe.run}",
             recipe.cluster.lost_s,
             recipe.watch,
+            self.composed,
         )
         return start.live_across(fleet.cluster, order, screen, stop_signals)
 
@@ -276,14 +287,12 @@ def keep_alive(
     )
 
 
-def command_of(arguments: list[str]) -> list[str]:
-    """The command line of a process that trains."""
-    return [sys.executable, str(ROOT / "pretrain.py"), *arguments]
+def resume_of(recipe: Recipe, has_begun: bool) -> str:
+    """The argument that says where an attempt goes on.
 
-
-def goes_on(arguments: list[str]) -> list[str]:
-    """The arguments of a later attempt: `resume=fresh` sets checkpoints aside only once."""
-    return [one for one in arguments if not one.startswith("resume=")] + ["resume=auto"]
+    `resume=fresh` sets a run aside and is an instruction of one start: later attempts go on.
+    """
+    return f"resume={'auto' if has_begun else recipe.resume}"
 
 
 def host_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -333,6 +342,13 @@ def keep_bundle(
     return made
 
 
+def report_left_over(is_slurm: bool) -> None:
+    """Warn of variables of another launcher: this one was asked for by name, and decides."""
+    names = of_launchers(os.environ) + ([] if is_slurm else of_a_step(os.environ))
+    if names:
+        log(f"warning: {unused(names)}")
+
+
 def log(line: str) -> None:
     """Print a line of the launcher."""
     print(line, flush=True)
@@ -360,9 +376,23 @@ def hang_up_with_parent() -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-def composed(arguments: list[str]) -> Recipe:
-    """The recipe of a command line. Raises UserError with every problem."""
-    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT)).recipe
+def compose_checked(arguments: list[str]) -> Composed:
+    """The composed recipe of a command line. Raises UserError with every problem."""
+    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT))
+
+
+def planned(arguments: list[str], world: int | None) -> tuple[Composed, int]:
+    """(recipe whose `auto` knobs the plan has chosen, ranks of the run).
+
+    Without a number of ranks all GPUs of this machine count. The choice is reported. Raises
+    UserError.
+    """
+    composed = compose_checked([text for text in arguments if not is_auto(text)])
+    ranks = world or ranks_of_gpus(composed.recipe) or 1
+    chosen, lines = with_choices(arguments, ranks, ROOT / "runs")
+    for line in lines:
+        log(line)
+    return compose_checked(chosen) if lines else composed, ranks
 
 
 def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
@@ -385,7 +415,7 @@ def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:
     stream = open_stream(data, recipe.seed, recipe.seq_len, schedule, ROOT, vocabulary)
     standing(folder, recipe, stream.state(), stream.past, resolved.last_step)
     stream.check(resolved.last_step, recipe.eval_tokens)
-    return 2 * CHECKPOINT_BYTES * resolved.num_parameters / GIB
+    return 2 * recipe.optim.checkpoint_bytes * resolved.num_parameters / GIB
 
 
 if __name__ == "__main__":

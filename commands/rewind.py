@@ -33,6 +33,7 @@ from model.cost import num_parameters
 from recipes.compose import compose
 from record import history
 from record.run_folder import hold, refuse_busy
+from record.run_status import start_command
 from runtime.resolve import attempt, length_in_steps
 
 
@@ -152,8 +153,7 @@ def summary(folder: Path, line: Line) -> list[str]:
         *history.describe(lines)[1:],
         "nothing was removed: the abandoned steps stay on record, and their checkpoints stay until"
         " the run has reached the same step again",
-        f"go on with: make pretrain RECIPE=runs/{folder.name}/recipe.yaml, or the command that"
-        " started it",
+        f"go on with: {start_command(folder)}, or the command that started it",
     ]
 
 

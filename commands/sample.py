@@ -137,11 +137,17 @@ def sample(
     """
     import torch
 
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.long()
-    if ids.shape[1] == 0 and tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token to begin with; give a PROMPT")
+    # The prompt begins a document: after the token that began documents in the training.
+    begin_id = getattr(model.config, "document_begin_id", None)
+    is_known = begin_id is not None  # a model of this project; else its tokenizer's template holds
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not is_known).input_ids.long()
     if ids.shape[1] == 0:
-        ids = torch.tensor([[tokenizer.eos_token_id]])  # what precedes a document in training
+        begin_id = tokenizer.eos_token_id if begin_id is None else begin_id
+        if begin_id is None:
+            raise UserError("the tokenizer has no end token to begin with; give a PROMPT")
+        ids = torch.tensor([[begin_id]])
+    elif is_known and ids.shape[1] + 1 < model.config.max_position_embeddings:
+        ids = torch.cat([torch.tensor([[begin_id]]), ids], dim=1)
     rows = model.get_input_embeddings().num_embeddings
     if int(ids.max()) >= rows:
         raise UserError(

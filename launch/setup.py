@@ -17,8 +17,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 import venv
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +30,13 @@ REQUIREMENTS = ROOT / "requirements.txt"
 # The newest torch whose CPU build is small; anything else is the user's own choice, see PYTHON=.
 TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 11)
+REFUSED = 93  # base.exits.DO_NOT_RETRY: another try would end alike
+# Lines of pip that say what it does, and how long it may say nothing.
+STEPS = re.compile(
+    r"\s*(Collecting|Downloading|Building|Preparing|Installing|Successfully|ERROR)\b"
+)
+SILENCE_S = 10.0
+SHOWN_ON_FAILURE = 20
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +97,7 @@ def fill(folder: Path) -> int:
         _log(f"installing {TORCH} (CPU build where the index has one)")
         if not _pip(python, TORCH):
             return 1
-    _log("installing requirements.txt (two to three minutes on a slow link)")
+    _log("installing requirements.txt (some hundred MB; a few minutes on a slow link)")
     if not _pip(python, "-r", str(REQUIREMENTS)):
         return 1
     ready.touch()
@@ -126,13 +136,36 @@ def launched_by_cluster() -> bool:
 
 
 def _pip(python: Path, *what: str) -> bool:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-    if subprocess.run(command, check=False).returncode == 0:
+    """Install packages and show what pip does; False where it failed."""
+    options = ["--disable-pip-version-check", "--progress-bar", "off"]
+    began, lines = time.monotonic(), deque(["starting"], maxlen=SHOWN_ON_FAILURE)
+    process = subprocess.Popen(
+        [str(python), "-m", "pip", "install", *options, *what],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+    reader = threading.Thread(target=_show, args=(process.stdout, lines, began), daemon=True)
+    reader.start()
+    while reader.is_alive():
+        reader.join(SILENCE_S)
+        if reader.is_alive():
+            _log(f"{time.monotonic() - began:4.0f} s  still at: {lines[-1][:90]}")
+    if process.wait() == 0:
         return True
-    _fail(
-        f"pip could not install {' '.join(what)}; its message is above. The next try goes on here"
+    print("\n".join(lines), file=sys.stderr)
+    _log(
+        f"pip could not install {' '.join(what)}; its last lines are above. The next try goes on"
+        " here"
     )
     return False
+
+
+def _show(output: Iterable[str], lines: deque[str], began: float) -> None:
+    """Keep the last lines of pip, and print those that say what it does."""
+    for line in output:
+        if line.strip():
+            lines.append(line.strip())
+        if STEPS.match(line):
+            _log(f"{time.monotonic() - began:4.0f} s  {line.strip()[:90]}")
 
 
 def _log(text: str) -> None:
@@ -140,8 +173,9 @@ def _log(text: str) -> None:
 
 
 def _fail(text: str) -> int:
-    print(f"setup: {text}", file=sys.stderr, flush=True)
-    return 1
+    """Refuse, as every command does: the user can put it right."""
+    print(f"refused: {text}", file=sys.stderr, flush=True)
+    return REFUSED
 
 
 if __name__ == "__main__":

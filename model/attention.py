@@ -15,6 +15,7 @@ Letters in names: B batch, T tokens of a window, H query heads, K key/value head
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from model.config import Rotary
 from model.layers import product_dtype
 
 # The keywords moved between torch 2.10 (is_causal), 2.11 (window_size) and 2.12 (enable_gqa).
@@ -68,14 +70,27 @@ def document_starts(
     return torch.where(is_first, places, 0).cummax(dim=1).values
 
 
-def inverse_frequencies(head_dim: int, theta: float, device: torch.device | str) -> Tensor:
-    """Angle per position of each rotary pair, theta^(-2i/D), (D/2,) fp32 (Su et al., 2021)."""
+def inverse_frequencies(head_dim: int, rotary: Rotary, device: torch.device | str) -> Tensor:
+    """Angle per position of each rotary pair, (D/2,) fp32: theta^(-2i/D) (Su et al., 2021), then
+    scaled as `rotary` says.
+    """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    return 1.0 / theta**exponents
+    frequencies = 1.0 / rotary.theta**exponents
+    if rotary.rope_type == "default":
+        return frequencies
+    if rotary.rope_type == "linear":
+        return frequencies / rotary.factor
+    assert rotary.rope_type == "llama3", rotary
+    # Turns of each pair inside the original context decide: many turns keep their frequency, few
+    # are divided by the factor, and those between are blended linearly in the number of turns.
+    turns = rotary.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = rotary.low_freq_factor, rotary.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept) * frequencies / rotary.factor + kept * frequencies
 
 
 def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    positions: Tensor, head_dim: int, rotary: Rotary, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, (..., T, 1, D), for positions (..., T) (Su et al., 2021).
 
@@ -83,7 +98,7 @@ def rotary_tables(
     whatever the model's type (bf16 cannot count beyond 256), and only the finished tables are
     rounded; there is no buffer to lose bits.
     """
-    angles = positions[..., None].float() * inverse_frequencies(head_dim, theta, positions.device)
+    angles = positions[..., None].float() * inverse_frequencies(head_dim, rotary, positions.device)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -97,7 +112,7 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def prepare(
     like: Tensor,
     head_dim: int,
-    theta: float,
+    rotary: Rotary,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -114,9 +129,9 @@ def prepare(
     batch, length = like.shape[:2]
     places = torch.arange(length, device=like.device)
     if segment_ids is None and cu_seqlens is None:
-        return Attend(*rotary_tables(places[None], head_dim, theta, like.dtype))
+        return Attend(*rotary_tables(places[None], head_dim, rotary, like.dtype))
     starts = document_starts(segment_ids, cu_seqlens, batch, length)
-    cos, sin = rotary_tables(places - starts, head_dim, theta, like.dtype)
+    cos, sin = rotary_tables(places - starts, head_dim, rotary, like.dtype)
     if cu_seqlens is not None and _has_varlen_kernel(like, head_dim):
         return Attend(cos, sin, cu_seqlens=cu_seqlens.int(), max_seqlen=max_seqlen or length)
     is_seen = (places[:, None] >= places) & (places >= starts[:, :, None])

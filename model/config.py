@@ -8,7 +8,7 @@ Qwen2 or Qwen3 without renaming a weight. Qwen2 differs from Llama by `qkv_bias`
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -26,6 +26,32 @@ SIZES = (
 EXPORTED = (
     *SIZES, "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"
 )  # fmt: skip
+
+
+# Kinds of rotary scaling, with the fields that each reads; names are those of `rope_parameters`.
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+class Rotary(NamedTuple):
+    """Rotary base and scaling. "linear" divides all frequencies by `factor` (kaiokendev, 2023);
+    "llama3" (Llama 3.1) divides long wavelengths, keeps short ones, and blends between them.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
 
 
 class DecoderConfig(PretrainedConfig):
@@ -50,6 +76,11 @@ class DecoderConfig(PretrainedConfig):
         max_position_embeddings: int = 2048,
         hidden_act: str = "silu",
         rope_theta: float = 10000.0,
+        rope_type: str = "default",
+        rope_factor: float = 1.0,
+        rope_low_freq_factor: float = 1.0,
+        rope_high_freq_factor: float = 4.0,
+        rope_original_max_position_embeddings: int = 8192,
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
         qkv_bias: bool = False,
@@ -71,6 +102,11 @@ class DecoderConfig(PretrainedConfig):
         self.max_position_embeddings = _of_python(max_position_embeddings)
         self.hidden_act = hidden_act
         self.rope_theta = rope_theta
+        self.rope_type = rope_type
+        self.rope_factor = rope_factor
+        self.rope_low_freq_factor = rope_low_freq_factor
+        self.rope_high_freq_factor = rope_high_freq_factor
+        self.rope_original_max_position_embeddings = rope_original_max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
         self.qkv_bias = qkv_bias
         self.qk_norm = qk_norm
@@ -84,6 +120,14 @@ class DecoderConfig(PretrainedConfig):
         # After super(): older bases do not know the field, newer ones give it a default of their
         # own.
         self.tie_word_embeddings = tie_word_embeddings
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotary base and scaling."""
+        names = Rotary._fields[2:]
+        return Rotary(
+            self.rope_theta, self.rope_type, *(getattr(self, f"rope_{name}") for name in names)
+        )
 
 
 def _of_python(value: Any) -> Any:
@@ -99,6 +143,7 @@ def _problems(config: DecoderConfig) -> list[str]:
     if problems:
         return problems  # the rules below divide by these
 
+    # Heads divide the width and each other.
     heads, kv_heads, hidden = (
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -122,11 +167,35 @@ def _problems(config: DecoderConfig) -> list[str]:
             f"head_dim={head_dim!r} is not an even number >= 2 (rotary positions turn pairs); "
             "set head_dim, or other hidden_size and num_attention_heads"
         )
+    # Single values.
     if config.hidden_act not in ACTIVATIONS:
         problems.append(f"hidden_act={config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
     for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
         if not getattr(config, name) > 0:
             problems.append(f"{name}={getattr(config, name)!r} is not above 0")
+    return [*problems, *rope_problems(config)]
+
+
+def rope_problems(config: Any) -> list[str]:
+    """Return what is wrong with the fields of rotary scaling; `config` has them as attributes."""
+    kind, defaults = config.rope_type, Rotary(0.0)
+    if kind not in ROPE_FIELDS:
+        return [f"rope_type={kind!r}: one of {', '.join(ROPE_FIELDS)}"]
+    values = {name: getattr(config, f"rope_{name}") for name in Rotary._fields[2:]}
+    problems = [
+        f"rope_{name}={value} is not read with rope_type={kind}; set rope_type to"
+        f" {' or '.join(other for other, read in ROPE_FIELDS.items() if name in read)}, or leave"
+        " it out"
+        for name, value in values.items()
+        if name not in ROPE_FIELDS[kind] and value != getattr(defaults, name)
+    ]
+    if not values["factor"] >= 1:
+        problems.append(f"rope_factor={values['factor']} is not at least 1")
+    if kind == "llama3" and not 0 < values["low_freq_factor"] < values["high_freq_factor"]:
+        problems.append(
+            f"rope_low_freq_factor={values['low_freq_factor']} is not between 0 and"
+            f" rope_high_freq_factor={values['high_freq_factor']}"
+        )
     return problems
 
 
@@ -144,8 +213,12 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     # Transformers 5 reads `rope_parameters`, most other loaders `rope_theta`.
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = {"rope_type": config.rope_type}
+    scaling |= {name: getattr(config, f"rope_{name}") for name in ROPE_FIELDS[config.rope_type]}
+    rope = scaling | {"rope_theta": config.rope_theta}
     exported |= {"rope_theta": config.rope_theta, "rope_parameters": rope}
+    if config.rope_type != "default":
+        exported["rope_scaling"] = scaling
     exported |= {"model_type": model_type, "architectures": [architecture]}
     if model_type == "qwen2":
         return exported | {"use_sliding_window": False}

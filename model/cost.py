@@ -185,7 +185,7 @@ def _selective_bytes_per_token(shape: ExactShape, width: int) -> int:
 
 
 def recomputed(recompute: str, index: int) -> str:
-    """What block number `index` does under the knob `recompute`: none, selective or full.
+    """The recomputation of block number `index` under the knob: none, selective or full.
 
     See `model.recompute`. Raises ValueError for a value that the knob does not have.
     """

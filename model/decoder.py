@@ -165,9 +165,9 @@ class Decoder(PreTrainedModel):
         -100 = none. Loss: see `loss.cross_entropy`.
         """
         hidden = self.model.embed_tokens(input_ids)
-        head_dim, theta = self.config.head_dim, self.config.rope_theta
+        head_dim, rotary = self.config.head_dim, self.config.rotary
         like = hidden.new_empty(*input_ids.shape, 0)  # hidden itself may be a part of the tokens
-        attend = prepare(like, head_dim, theta, segment_ids, cu_seqlens, max_seqlen)
+        attend = prepare(like, head_dim, rotary, segment_ids, cu_seqlens, max_seqlen)
         hidden = run_blocks(self.model.layers, hidden, attend, self._recompute)
         hidden = self.model.norm(hidden)
         if labels is None:

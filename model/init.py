@@ -39,7 +39,7 @@ def block_seed(seed: int, name: str, block: int) -> int:
 
 
 def standard_deviation(name: str, config) -> float:
-    """Of the weight matrix called `name`; `config` has initializer_range and num_hidden_layers."""
+    """Standard deviation of the matrix `name`; `config` has its range and num_hidden_layers."""
     if name.endswith(RESIDUAL_OUTPUTS):
         return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
     return config.initializer_range

@@ -136,7 +136,7 @@ class Stage(PipelineModule):
         attend = prepare(
             hidden.new_empty(*batch["input_ids"].shape, 0),  # whole also where hidden is a part
             self.config.head_dim,
-            self.config.rope_theta,
+            self.config.rotary,
             **{name: batch.get(name) for name in DOCUMENTS},
         )
         hidden = run_blocks(self.blocks, hidden, attend, self.recompute, first=self.first_block)

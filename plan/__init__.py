@@ -1,6 +1,6 @@
 """The planner: will it fit, how long, how much, which layout - before anything starts. No torch.
 
-    recipe, layout --recipe_jobs--> Job, Machine --memory_use, step_time--> Option --search-> Found
+    recipe, layout --recipe_jobs--> Job, Machine --memory_use, step_time--> Option --> Ranking
     published runs  --published_rows--> the same Job, Machine --fit, validation--> errors, ranges
 
 constants.py        the constants of the time model, each with unit, range, reason and its rows
@@ -22,6 +22,5 @@ scaling.py          speed of 7b and 70b from 8 to 4,096 GPUs
 published_rows.py   rows of published runs as jobs
 fit.py              fits the constants marked as fitted
 validation.py       predictions against published runs
-own_runs.py         predictions against this site's own runs
 published/          data sheets and published runs, with their sources
 """

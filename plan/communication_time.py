@@ -13,6 +13,7 @@ from __future__ import annotations
 from plan.constants import Constants, value
 from plan.machine import Machine
 from plan.workload import WIDTH, Job
+from recipes.schema import OPTIMIZERS
 
 LIVE = 1e9  # parameters that DeepSpeed keeps gathered: stage3_max_live_parameters of ds_configs/
 
@@ -155,9 +156,10 @@ def end_of_step(
         for index, blocks in enumerate(stages)
     )
     share = held / size if job.stage else held
-    # Adam reads and writes weights in fp32, two moments and the gradient, and writes the weights.
+    # The optimizer reads and writes fp32 weights and its states (AdamW: two moments), reads the
+    # gradient, and writes the weights: 34 bytes for AdamW.
     per_s = machine.memory_gb_s * 1e9 * constants.hbm_share
-    optimizer = 34 * share / per_s
+    optimizer = (18 + 2 * OPTIMIZERS[job.optimizer]) * share / per_s
     if size == 1 or job.stage == 3:
         return 0.0, optimizer
     width, summed = WIDTH[job.precision], summed_bytes(job)

@@ -97,8 +97,6 @@ def block_s(job: Job, machine: Machine, constants: Constants) -> dict[str, tuple
 
 def sustained_tflops(machine: Machine, constants: Constants) -> float:
     """What matrix products of a step reach on this GPU when they are large."""
-    if machine.is_measured:
-        return machine.matmul_tflops
     if machine.calibrated:
         return getattr(constants, f"matmul_{machine.calibrated}")
     # As on H100, what a step sustains of a matmul alone.
@@ -166,8 +164,6 @@ def attention_s(job: Job, machine: Machine, constants: Constants) -> tuple[float
 
 def launch_s(job: Job, machine: Machine, constants: Constants) -> float:
     """Seconds the host takes to start the kernels of one block, forward and backward."""
-    if machine.kernel_s:
-        return 150 * machine.kernel_s
     # The share of separate kernels follows how much is fused.
     eager = constants.layer_launch_s
     return eager * bytes_multiple(job, constants) / constants.bytes_eager

@@ -1,6 +1,6 @@
 """What the planner found, for people: the winner explained, the others with what they lose.
 
-    Found (plan.search) + Outlook  ->  lines of text, or plain values for JSON
+    Ranking (plan.search) + Outlook  ->  lines of text, or plain values for JSON
 
 Rule: nothing is computed here that the search did not compute, except what one changed input would
 do (`changes`), by the same functions. Speeds are ranges; memory is what torch's allocator counts.
@@ -19,7 +19,7 @@ from base.values import counted
 from plan.memory_use import RESERVE, StageMemory, memory_of_stages
 from plan.outlook import Outlook, outlook
 from plan.ranges import relative_range
-from plan.search import TIE, Found, Option, option_of, summary, why_slower
+from plan.search import TIE, Option, Ranking, option_of, summary, why_slower
 from plan.step_time import StepTime, step_time
 
 BAR = 40  # characters
@@ -60,13 +60,12 @@ def speed_range(option: Option) -> tuple[float, float]:
 
 
 def is_calibrated(option: Option) -> bool:
-    """Whether constants were fitted on runs of this engine on such a GPU, or measured here."""
-    is_known = bool(option.machine.calibrated) and option.job.engine.is_calibrated
-    return is_known or option.machine.is_measured
+    """Whether constants were fitted on runs of this engine on such a GPU."""
+    return bool(option.machine.calibrated) and option.job.engine.is_calibrated
 
 
 def report(
-    found: Found, winner: Option, assumed: Sequence[str], tokens: float, shown: int
+    found: Ranking, winner: Option, assumed: Sequence[str], tokens: float, shown: int
 ) -> list[str]:
     """The whole answer of `make plan`."""
     world = winner.job.world
@@ -74,7 +73,7 @@ def report(
     return [*lines, *explained(winner, assumed, tokens)]
 
 
-def ranking(found: Found, winner: Option, shown: int) -> list[str]:
+def ranking(found: Ranking, winner: Option, shown: int) -> list[str]:
     """A table of the fastest options, and of the nearest that do not fit."""
     rows = [["", "tokens/s per GPU", "GiB", "state", "against the first", "knobs"]]
     fastest = (found.best or found.edge)[0]
@@ -98,7 +97,7 @@ def ranking(found: Found, winner: Option, shown: int) -> list[str]:
     return lines
 
 
-def nearest_fit(found: Found) -> str:
+def nearest_fit(found: Ranking) -> str:
     """The change that makes the least oversized option fit."""
     option = found.large[0]
     same = [

@@ -40,10 +40,6 @@ class Machine:
     calibrated: str = ""  # which sustained rate of `constants` was fitted on it; "" = none
     price_per_hour: float | None = None  # of one GPU
     mtbf_hours: float | None = None  # of one GPU
-    is_measured: bool = (
-        False  # rates were measured in a step on this machine, not read from a sheet
-    )
-    kernel_s: float = 0.0  # host time to start one operation, measured
 
     @property
     def is_newer_than_ampere(self) -> bool:

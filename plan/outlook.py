@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from plan.machine import Machine
 from plan.memory_use import stage_parameters
 from plan.workload import Job
+from recipes.schema import MASTER_BYTES, OPTIMIZERS
 from record.forecast import Costs, best_interval, goodput
 
 MTBF_GPU_HOURS = 46_000.0  # Llama 3 (Grattafiori et al. 2024, section 3.3.4): 2.8 h on 16,384
@@ -49,8 +50,11 @@ def outlook(job: Job, machine: Machine, step_s: float, tokens: float) -> Outlook
     square = 12 * job.shape.num_hidden_layers * job.shape.query * job.seq_len
     peak = job.world * machine.peak_tflops * 1e12
     own = max(stage_parameters(job, index) for index in {0, job.pipeline - 1})
-    # Master weights and two moments in fp32, once over the data ranks.
-    per_host = 12.0 * own / (job.data * job.context) * min(job.world, machine.gpus_per_node)
+    # Master weights and optimizer states in fp32, once over the data ranks.
+    per_parameter = float(MASTER_BYTES + OPTIMIZERS[job.optimizer])
+    per_host = (
+        per_parameter * own / (job.data * job.context) * min(job.world, machine.gpus_per_node)
+    )
     save_s = per_host / (WRITE_GB_S_PER_HOST * 1e9) + 1.0
     hours = machine.mtbf_hours or MTBF_GPU_HOURS / job.world
     costs = Costs(step_s=step_s, stall_s=save_s, restart_s=RESTART_S + save_s)

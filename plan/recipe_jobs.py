@@ -74,16 +74,12 @@ def machine_for(recipe: Recipe) -> tuple[Machine, list[str]]:
     Raises UserError where neither a GPU of the list nor the fields that replace it are given.
     """
     cluster = recipe.cluster
-    if cluster.calibration is not None:
-        from plan.calibration import calibrated_machine
-
-        return calibrated_machine(cluster.calibration)
     name = cluster.gpu or BY_PEAK.get(cluster.peak_tflops or 0.0)
     if name is None:
         raise UserError(
             "cluster.gpu is not set, so the planner knows neither rates nor memory: choose"
             f" CLUSTER=a100, h100, h200 or b200, set cluster.gpu to one of"
-            f" {', '.join(known_gpus())}, or measure this machine with `make calibrate`"
+            f" {', '.join(known_gpus())}"
         )
     given = {
         field: getattr(cluster, knob)

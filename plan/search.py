@@ -73,7 +73,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     """All options of a recipe on a number of ranks."""
 
     best: list[Option]  # that fit, fastest first
@@ -99,7 +99,7 @@ def search(
     world: int,
     machine: Machine,
     free: Sequence[str] = ("parallel", "zero", "micro_batch", "recompute"),
-) -> Found:
+) -> Ranking:
     """Every legal option; knobs that are not in `free` keep the recipe's values."""
     legal, refused = [], {}
     for candidate, stage in chosen_axes(recipe, world, free):
@@ -116,7 +116,7 @@ def search(
     for state in (FITS, AT_EDGE):
         options[state].sort(key=lambda option: -option.tokens_per_s)
     options[TOO_LARGE].sort(key=lambda option: option.memory.peak)
-    return Found(
+    return Ranking(
         options[FITS], options[AT_EDGE], options[TOO_LARGE], sum(refused.values()), refused
     )
 
@@ -262,7 +262,7 @@ def why_slower(option: Option, winner: Option) -> str:
     return f"+{seconds:.2f} s {name.replace('_', '-')}" if seconds > 0 else "-"
 
 
-def summary(found: Found, world: int) -> str:
+def summary(found: Ranking, world: int) -> str:
     """One line: how many options there are."""
     legal = len(found.best) + len(found.edge) + len(found.large)
     return (

@@ -74,7 +74,7 @@ def resolvers(text: str) -> list[str]:
 
 @dataclass
 class PlainValues:
-    """What a composed tree holds: values, and what keeps knobs from having one."""
+    """The values of a composed tree, and the reasons why knobs have none."""
 
     values: dict[str, Any]
     missing: list[str]  # knobs left at `???`

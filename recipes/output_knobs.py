@@ -35,17 +35,25 @@ class Checkpoint:
     """When the state of a run is saved, and which checkpoints are kept."""
 
     interval: Any = knob(
-        0,
-        "steps between saves; 0 = only at the end (and at stop_after); auto = what loses least by"
-        " Young's formula, from measured times and cluster.mtbf_hours",
+        "auto",
+        "steps between saves; 0 = only at the end (and at stop_after); auto = by time (minutes), or"
+        " by Young's formula where cluster.mtbf_hours is given",
         unit="steps",
         kind="integer or auto",
     )
+    minutes: float | None = knob(
+        None,
+        "with interval=auto: work that a kill may lose; null = 10, or what Young's formula gives",
+        unit="minutes",
+        above=0,
+        high=1e6,
+    )
     mode: str = knob(
-        "sync",
+        "auto",
         "async: the state is copied in host memory (12 bytes for each parameter that a rank owns),"
-        " and written while training goes on; sync: training waits until it is on disk",
-        choices=("sync", "async"),
+        " and written while training goes on; sync: training waits until it is on disk; auto ="
+        " async on GPUs",
+        choices=("auto", "sync", "async"),
     )
     stuck_s: int = knob(
         600,

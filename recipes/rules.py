@@ -86,6 +86,27 @@ def _heads(hidden, heads, head_dim) -> str | None:
     return None
 
 
+def _rope(kind, factor, low, high, original) -> str | None:
+    values = {
+        "rope_factor": (factor, 1.0, ("linear", "llama3")),
+        "rope_low_freq_factor": (low, 1.0, ("llama3",)),
+        "rope_high_freq_factor": (high, 4.0, ("llama3",)),
+        "rope_original_max_position_embeddings": (original, 8192, ("llama3",)),
+    }
+    for name, (value, default, kinds) in values.items():
+        if kind not in kinds and value != default:
+            return (
+                f"model.{name}={value} is not read with model.rope_type={kind}: set"
+                f" model.rope_type={' or '.join(kinds)}, or leave it out"
+            )
+    if kind == "llama3" and low >= high:
+        return (
+            f"model.rope_low_freq_factor={low} is not below model.rope_high_freq_factor={high}:"
+            " Llama 3.1 has 1 and 4"
+        )
+    return None
+
+
 def _kv_heads(heads, kv_heads) -> str | None:
     if heads % kv_heads == 0:
         return None
@@ -223,11 +244,11 @@ def _recompute(recompute, compiles) -> str | None:
     return None
 
 
-def _auto_interval(interval, mtbf_hours) -> str | None:
-    if interval == "auto" and mtbf_hours is None:
+def _minutes_are_read(interval, minutes) -> str | None:
+    if interval != "auto" and minutes is not None:
         return (
-            "checkpoint.interval=auto needs to know how often the hardware fails; give"
-            " cluster.mtbf_hours, such as 46000 / number of GPUs, or a number of steps"
+            f"checkpoint.minutes={minutes} has no effect with checkpoint.interval={interval};"
+            " set checkpoint.interval=auto, or remove one of them"
         )
     return None
 
@@ -256,6 +277,16 @@ RULES = (
     (("batch_tokens", "seq_len"), _batch_has_an_end),
     (("model.hidden_size", "model.num_attention_heads", "model.head_dim"), _heads),
     (("model.num_attention_heads", "model.num_key_value_heads"), _kv_heads),
+    (
+        (
+            "model.rope_type",
+            "model.rope_factor",
+            "model.rope_low_freq_factor",
+            "model.rope_high_freq_factor",
+            "model.rope_original_max_position_embeddings",
+        ),
+        _rope,
+    ),
     (("data.window_tokens", "seq_len"), _window),
     (("seq_len_warmup", "seq_len"), _seq_len_warmup),
     (("data.sources",), _sources),
@@ -264,7 +295,7 @@ RULES = (
     (("log.profile", "steps", "stop_after"), _profile),
     (("data.sources", "data.skip.mask"), _masked_sources),
     (("health.tolerant", "health.window"), _tolerance),
-    (("checkpoint.interval", "cluster.mtbf_hours"), _auto_interval),
+    (("checkpoint.interval", "checkpoint.minutes"), _minutes_are_read),
 )
 WARNINGS = (
     (("stop_after", "steps"), _stop_is_reached),

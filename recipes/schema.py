@@ -58,6 +58,29 @@ class Model:
         choices=("silu", "gelu", "relu2"),
     )
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", low=1, high=1e12)
+    rope_type: str = knob(
+        "default",
+        "rotary scaling of a model whose context was extended: default (none), linear, llama3",
+        choices=("default", "linear", "llama3"),
+    )
+    rope_factor: float = knob(
+        1.0, "linear, llama3: long wavelengths are stretched by this factor", low=1, high=1e4
+    )
+    rope_low_freq_factor: float = knob(
+        1.0,
+        "llama3: pairs with fewer turns in the original context than this are stretched",
+        above=0,
+        high=1e4,
+    )
+    rope_high_freq_factor: float = knob(
+        4.0,
+        "llama3: pairs with more turns in the original context than this are kept",
+        above=0,
+        high=1e4,
+    )
+    rope_original_max_position_embeddings: int = knob(
+        8192, "llama3: context before it was extended", low=1, high=2**31 - 1, unit="tokens"
+    )
     rms_norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", low=1e-20, high=1)
     tie_word_embeddings: bool = knob(False, "output head shares the embedding")
     qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2)")
@@ -167,11 +190,17 @@ class Data:
     )
 
 
+# Optimizer -> bytes of fp32 state that it keeps for each parameter, beside the master weight: two
+# moments of AdamW, nothing of SGD. Memory, checkpoints and plans are counted by this table.
+OPTIMIZERS = {"adamw": 8, "sgd": 0}
+MASTER_BYTES = 4  # the fp32 weight of each parameter
+
+
 @dataclass(frozen=True)
 class Optim:
     """The optimizer and the learning rate as a function of the step."""
 
-    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=("adamw", "sgd"))
+    name: str = knob("adamw", "AdamW; sgd exists for tests", choices=tuple(OPTIMIZERS))
     lr: float = knob(REQUIRED, "peak learning rate", low=1e-12, high=1e3)
     final_lr_ratio: float = knob(0.1, "learning rate at the end / peak", low=0, high=1)
     schedule: str = knob(
@@ -193,6 +222,11 @@ class Optim:
         high=1e6,
     )
     clip: float = knob(1.0, "largest global gradient norm; 0 = no clipping", low=0, high=1e12)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint for each parameter: the fp32 weight and the optimizer's state."""
+        return MASTER_BYTES + OPTIMIZERS[self.name]
 
 
 @dataclass(frozen=True)
@@ -247,9 +281,6 @@ class Cluster:
     )
     price_per_hour: float | None = knob(
         None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
-    )
-    calibration: str | None = knob(
-        None, "file that `make calibrate` wrote: the planner uses its rates instead"
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(

@@ -69,6 +69,8 @@ class Requests:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._code, self._heard_at = 0, 0.0
+        self._sent = 0  # twice the code, and one more where a save is due
+        self.is_save_due = False  # by rank 0's clock, the same on all ranks after `answer`
         self._is_importing = self._is_training = False
         self._request: Path | None = None  # rank 0 looks for it
         self._looked_at = float("-inf")
@@ -103,13 +105,17 @@ class Requests:
         if LAUNCH not in os.environ and dist.get_rank() == 0:
             acknowledge()
 
-    def send(self) -> None:
-        """Send this rank's flag to the others, before a step; returns at once."""
+    def send(self, is_save_due: bool = False) -> None:
+        """Send this rank's flag to the others, before a step; returns at once.
+
+        `is_save_due`: the time of rank 0 says that the state after this step is to be saved.
+        """
         self._look()
+        self._sent = 2 * self._code + (is_save_due and self._request is not None)
         if self._group is not None:
             import torch.distributed as dist
 
-            self._flag.fill_(self._code)
+            self._flag.fill_(self._sent)
             self._work = dist.all_reduce(
                 self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
@@ -120,9 +126,10 @@ class Requests:
         None = they go on, or this was the last step anyway.
         """
         code = self._code
+        self.is_save_due = bool(self._sent % 2)
         if self._group is not None:
             self._work.wait()
-            code = int(self._flag)
+            code, self.is_save_due = int(self._flag) // 2, bool(int(self._flag) % 2)
         return None if is_last else ENDINGS.get(code)
 
     def now(self) -> Ending | None:

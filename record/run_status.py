@@ -194,6 +194,16 @@ def recipe_text(folder: Path) -> str:
     return (folder / "recipe.yaml").read_text(errors="replace")
 
 
+def start_command(folder: Path, ranks_of: Path | None = None) -> str:
+    """The command that starts the run in `folder` (under runs/), with its number of ranks.
+
+    `ranks_of` is the folder of the run whose ranks are meant; default: the same run.
+    """
+    world = world_of(ranks_of or folder)
+    nproc = f" NPROC={world}" if world and world > 1 else ""
+    return f"make pretrain RECIPE=runs/{folder.name}/recipe.yaml{nproc}"
+
+
 def world_of(folder: Path) -> int | None:
     """Number of ranks of the newest attempt; None where it is not known."""
     try:

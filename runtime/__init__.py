@@ -1,6 +1,7 @@
 """The runtime: engine, DeepSpeed JSON, health, monitoring, logs and processes of a run.
 
 resolve.py       Recipe, ranks and schedule -> layout, DeepSpeed JSON, length, warnings
+same_recipe.py   Refuses a run whose ranks have different recipes
 run.py           One run as one rank holds it from its start to its end
 starting.py      Steps of a start: weights, segment, record, banner
 telemetry.py     Everything that observes the loop, behind one object

@@ -26,7 +26,7 @@ from checkpoint.format.manifest import folder_name
 from checkpoint.format.state import RunState, random_states
 from checkpoint.save import replicas
 from checkpoint.save.commit import SaveReport
-from checkpoint.save.interval import Cost, Pace, is_due
+from checkpoint.save.interval import Cost, Pace, Timer, is_due, limit_s
 from checkpoint.save.lease import Lease
 from checkpoint.save.retention import Keep
 from recipes.schema import Recipe
@@ -77,10 +77,16 @@ class Saver:
         self.sync_record: Callable[[], None] = lambda: None  # rank 0: before a checkpoint exists
         self.state = SavedState(recipe, resolved, stream)
         self.pace = None
-        if self.wanted.interval == "auto":
-            self.pace = Pace(recipe.cluster.mtbf_hours * 3600)
+        mtbf_hours = recipe.cluster.mtbf_hours
+        if self.wanted.interval == "auto" and mtbf_hours is not None:
+            self.pace = Pace(mtbf_hours * 3600)
+        # Rank 0's clock decides for all ranks, see record.requests.
+        self.timer = Timer(limit_s(self.wanted.interval, self.wanted.minutes, mtbf_hours))
+        interval = self.wanted.interval
+        self._fixed_steps = 0 if interval == "auto" else interval
         self.writer: StepWriter | BackgroundWriter
-        if self.wanted.mode == "async":
+        is_async = {"async": True, "sync": False}.get(self.wanted.mode)
+        if process.device.type == "cuda" if is_async is None else is_async:
             stuck_s = self.wanted.stuck_s
             self.writer = BackgroundWriter(ranks, process, stuck_s, self._ended, self._tell)
         else:
@@ -94,15 +100,18 @@ class Saver:
         if self.pace:
             self.pace.go_on(state.step, state.saving)
 
-    def is_due(self, step: int, is_asked: bool = False) -> bool:
+    def is_due(self, step: int, is_asked: bool = False, is_time_up: bool = False) -> bool:
         """True where a save follows update `step`; `is_asked` = the run ends early after it.
 
-        A trial that saves nothing (no interval, `at_end` false) does not save then either.
+        `is_time_up` is what rank 0's timer says, the same on all ranks. A trial that saves nothing
+        (no interval, `at_end` false) does not save when it is asked to end either.
         """
+        if is_time_up:
+            return True
         if self.pace:
             planned = self.pace.is_due(step, self.last_step)
         else:
-            planned = is_due(step, self.wanted.interval, self.last_step)
+            planned = is_due(step, self._fixed_steps, self.last_step)
         keeps = self.wanted.at_end or self.wanted.interval != 0
         return planned or (is_asked and keeps)
 
@@ -118,6 +127,7 @@ class Saver:
         Raises Shared where copies of weights differ and the recipe says to stop.
         """
         began = time.perf_counter()
+        self.timer.restart()
         own = self.engine.replicas() if self.ranks.world > 1 else []
         edge = self._edge(own)
         edges = self.ranks.exchange(edge, "edge of a save")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from base.errors import Shared, UserError
 from base.paths import ROOT
@@ -17,9 +19,11 @@ from base.values import counted
 from checkpoint.format.blocks import Damaged
 from checkpoint.format.state import restore_random_states
 from checkpoint.lineage import read
+from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin
 from checkpoint.load.restoring import load
+from checkpoint.save.interval import risk
 from data.stream.ledger import Ledger
 from data.stream.stream import Stream
 from data.stream.windows import Batch
@@ -103,6 +107,7 @@ def restore(run: Run) -> None:
         # The newest checkpoint may have proven damaged, and an older one was loaded.
         past = read(run.folder)
         run.changes = compare(state, run.recipe, run.stream.state(), run.stream.past, past)
+        run.changes += change_of_ranks(state.layout, run.resolved.layout)
     except UserError as error:
         raise Shared(*error.problems) from None
     damaged = [path for path, _ in run.loaded.damaged]
@@ -114,6 +119,13 @@ def restore(run: Run) -> None:
             restore_random_states(run.loaded.local.get("random", {}), run.process.device)
         except Damaged as damage:
             raise UserError(f"{run.loaded.folder}: {damage}") from None
+
+
+def change_of_ranks(stored: Mapping[str, Any], layout: Layout) -> list[RecipeChange]:
+    """The number of ranks, where it differs from the checkpoint's; it is no knob of the recipe."""
+    if stored.get("world") in (None, layout.world):
+        return []
+    return [RecipeChange("ranks", stored["world"], layout.world, "free")]
 
 
 def enter_segment(run: Run) -> int:
@@ -194,6 +206,9 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"source {use.uid}: {use.tokens:,} tokens{rest}, {use.epochs:.2f} epochs ({use.corpus})"
         )
+    cluster, wanted = recipe.cluster, recipe.checkpoint
+    at_risk = risk(wanted.interval, wanted.minutes, cluster.mtbf_hours)
+    lines.append(f"a kill loses at most {at_risk}")
     lines += history.describe(read(run.folder))
     lines += [f"warning: {warning}" for warning in run.warnings]
     return [*lines, f"record in {run.folder.relative_to(ROOT)}/; look at it with: make tensorboard"]

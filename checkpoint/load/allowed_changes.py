@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.check import with_new_names
+from recipes.composed_file import OF_ONE_START
 from recipes.schema import Recipe
 
 FIXED = (
@@ -34,7 +35,6 @@ FIXED = (
 FREE = (
     "run",
     "stop_after",
-    "resume",
     "allow",
     "init_from",
     "zero",
@@ -96,6 +96,7 @@ def check_resume(stored: Mapping, now: Mapping, allow: Iterable[str] = ()) -> Ch
     before, after = flatten(with_new_names(stored)), flatten(with_new_names(now))
     # A key that only one side has (an added source, a knob of another version) differs as well.
     keys = [*before, *(key for key in after if key not in before)]
+    keys = [key for key in keys if key not in OF_ONE_START]
     allowed = list(allow)
     problems = [line for name in allowed if (line := _bad_allowance(name, keys))]
     changes = []

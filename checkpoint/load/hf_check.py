@@ -72,7 +72,7 @@ def largest_difference(ours: Decoder, theirs: Any, length: int) -> tuple[float, 
     expected, got = ours(input_ids=ids).logits, theirs(input_ids=ids).logits
     difference = float((expected - got).abs().max())
     limit = TOLERANCE * max(1.0, float(expected.abs().max()))
-    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, "cpu")
+    frequencies = inverse_frequencies(config.head_dim, config.rotary, "cpu")
     rotary = theirs.model.rotary_emb
     if difference <= limit and not (
         rotary.attention_scaling == 1

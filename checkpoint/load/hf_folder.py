@@ -21,6 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from base.errors import UserError
 from checkpoint.load.weight_rows import normal
+from model.config import ROPE_FIELDS
 from model.families import ACTIVATIONS, SYNONYMS
 
 # Hugging Face families that the decoder can represent, with the fields that tell them apart.
@@ -165,7 +166,7 @@ def _unfit(raw: dict[str, Any]) -> list[str]:
     found = {
         f"rotary scaling in {key}": _kind(raw[key])
         for key in ROPE_KEYS
-        if raw.get(key) and _kind(raw[key]) != "default"
+        if raw.get(key) and _kind(raw[key]) not in ROPE_FIELDS
     }
     found |= {
         f"partial_rotary_factor in {key}": values["partial_rotary_factor"]
@@ -182,6 +183,11 @@ def _unfit(raw: dict[str, Any]) -> list[str]:
 
 def _unfit_values(config: PretrainedConfig) -> list[str]:
     """Return why the configuration, as Transformers reads it, is not that of the decoder."""
+    theta = config.rope_parameters.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        return [
+            f"config.json: rope_theta={theta!r}, as Transformers reads it, is not a number above 0"
+        ]
     kinds = set(_own(config, "layer_types") or ())
     found = {
         "hidden_act": None if _act(config) in ACTIVATIONS else config.hidden_act,
@@ -189,7 +195,7 @@ def _unfit_values(config: PretrainedConfig) -> list[str]:
         "mlp_bias": _own(config, "mlp_bias"),
         "layer_types": sorted(kinds - {"full_attention", "sliding_attention"}),
         "rope_parameters": None
-        if _kind(config.rope_parameters) == "default"
+        if _kind(config.rope_parameters) in ROPE_FIELDS
         else config.rope_parameters,
     }
     return [
@@ -288,6 +294,11 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
     values["head_dim"] = getattr(config, "head_dim", None)
-    values["rope_theta"] = config.rope_parameters["rope_theta"]
+    rope = config.rope_parameters
+    values |= {"rope_theta": rope["rope_theta"], "rope_type": _kind(rope)}
+    values |= {f"rope_{name}": rope[name] for name in ROPE_FIELDS[_kind(rope)] if name in rope}
+    if "original_max_position_embeddings" in ROPE_FIELDS[_kind(rope)]:
+        given = rope.get("original_max_position_embeddings")
+        values["rope_original_max_position_embeddings"] = given or config.max_position_embeddings
     values["hidden_act"] = _act(config)
     return normal(values | FAMILIES[config.model_type])

@@ -10,6 +10,7 @@ owns and no host holds a whole model. Units: rows.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,14 +28,18 @@ from checkpoint.load.restoring import open_checkpoint
 from checkpoint.load.run_tokenizer import find_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from recipes.schema import Model
 
 # Fields of recipes.schema.Model. initializer_range is left out: existing weights do not depend on
 # it.
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
-    "qkv_bias", "qk_norm", "hidden_act",
+    "num_key_value_heads", "head_dim", "rope_theta", "rope_type", "rope_factor",
+    "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings",
+    "rms_norm_eps", "tie_word_embeddings", "qkv_bias", "qk_norm",
+    "hidden_act",
 )  # fmt: skip
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Model)}
 MOST_NAMES = 20  # weights that do not fit are listed up to this number
 
 
@@ -84,12 +89,10 @@ def check_names(weights: Weights, config: DecoderConfig) -> None:
 
 
 def normal(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return FIELDS of a model, with head_dim computed where it is None.
-
-    Recipes in older checkpoints have no hidden_act: the decoder knew only silu.
+    """Return FIELDS of a model, with head_dim computed where it is None. A field that checkpoints
+    of older versions lack has its default.
     """
-    values = {name: fields.get(name) for name in FIELDS}
-    values["hidden_act"] = values["hidden_act"] or "silu"
+    values = {name: fields.get(name, DEFAULTS.get(name)) for name in FIELDS}
     if values["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values

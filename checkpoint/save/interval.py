@@ -1,4 +1,4 @@
-"""The steps after which a run saves: at a fixed interval, or by Young's formula (`auto`).
+"""The steps after which a run saves: at a fixed interval, by time, or by Young's formula.
 
     T = sqrt(2 x mean time between failures x stall of a save)
 
@@ -6,7 +6,8 @@ A shorter interval stalls more than it saves, and a longer one repeats more work
 (J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974). Rule: every
 rank computes the next step to save from numbers that all ranks have, and does so before the current
 save is written. The checkpoint therefore contains that step, and a run that goes on from it saves
-next where the uninterrupted run would have. Units: seconds, steps.
+next where the uninterrupted run would have. Saves by time (`Timer`) are rank 0's decision, which
+travels to all ranks with the requests of a step. Units: seconds, steps.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from base.units import duration
+from base.values import counted
+
+# Minutes of work at risk where nothing else is chosen.
+DEFAULT_MINUTES = 10.0
 # Interval while no stall has been measured yet.
 FIRST_STEPS = 10
 REMEMBERED = 9  # saves of which the median is used, so that one slow save changes little
@@ -40,6 +46,41 @@ def is_due(step: int, every: int, last_step: int) -> bool:
     update `step`. Saves at a fixed interval and evaluations use it.
     """
     return step == last_step or (every > 0 and step % every == 0)
+
+
+def limit_s(interval: int | str, minutes: float | None, mtbf_hours: float | None) -> float | None:
+    """Seconds of work that may be lost by a kill, as the recipe says; None: no limit in time."""
+    if interval != "auto" or (minutes is None and mtbf_hours is not None):
+        return None
+    return 60 * (DEFAULT_MINUTES if minutes is None else minutes)
+
+
+def risk(interval: int | str, minutes: float | None, mtbf_hours: float | None) -> str:
+    """The work that a kill loses at most, in words for a person."""
+    seconds = limit_s(interval, minutes, mtbf_hours)
+    if seconds is not None:
+        return f"about {duration(seconds)} of work (checkpoint.interval=auto)"
+    if interval == "auto":
+        return "the work of one interval, by Young's formula (checkpoint.interval=auto)"
+    if interval == 0:
+        return "all work since the start: it saves only at the end (checkpoint.interval=0)"
+    return f"the work of {counted(interval, 'step')} (checkpoint.interval={interval})"
+
+
+class Timer:
+    """Decides by time when a save is due: after `limit_s` seconds of work; None = never."""
+
+    def __init__(self, limit_s: float | None, now: Callable[[], float] = time.monotonic):
+        self._limit_s, self._now = limit_s, now
+        self._since = now()
+
+    def restart(self) -> None:
+        """Work counts from here: training begins, or a save has just been made or left out."""
+        self._since = self._now()
+
+    def is_over(self) -> bool:
+        """Return whether so much work has been done that it must be saved."""
+        return self._limit_s is not None and self._now() - self._since >= self._limit_s
 
 
 def young_steps(mtbf_s: float, stall_s: float, save_s: float, step_s: float) -> int:

@@ -3,9 +3,9 @@
     live fragments --take--> the same fragments over the copy, in the order of the data file
 
 Rule: one snapshot exists at a time, in memory that is allocated once. It has as many bytes as this
-rank's file (fp32 weights and two moments of Adam: 12 bytes for each parameter that the rank owns).
-With CUDA that memory is page-locked, so that the copy runs at the speed of the bus. Units: bytes,
-seconds.
+rank's file (fp32 weights and optimizer states: 12 bytes with AdamW for each parameter that the rank
+owns). With CUDA that memory is page-locked, so that the copy runs at the speed of the bus. Units:
+bytes, seconds.
 """
 
 from __future__ import annotations

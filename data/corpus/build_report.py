@@ -40,6 +40,8 @@ def report_lines(folder: Path, manifest: Mapping) -> list[str]:
         f"  {manifest['dtype']}, vocabulary {manifest['vocab_size']:,}, end id"
         f" {manifest['eod_id']} ({manifest['eod_policy']})"
     )
+    if "begin_policy" in manifest:
+        lines.append(f"  begin id {manifest['begin_id']}: {manifest['begin_policy']}")
     if manifest.get("tokenizer"):
         lines.append(f"  tokenizer {manifest['tokenizer']['fingerprint'][:16]}")
     if manifest.get("not_read"):

@@ -52,6 +52,9 @@ SHARD_FIELDS = dict.fromkeys(
 # None: not known, because no process has read the tokens.
 SHARD_FIELDS |= dict.fromkeys(("eod_count", "max_id"), (int, type(None)))
 SHARD_FIELDS |= dict.fromkeys(("bin_xxh3", "xxh_xxh3"), (str, type(None)))
+# Token that precedes a document in training (`begin_policy`; absent in older corpora: none does).
+BEGIN_SHARED = "the end id of the document before"
+BEGIN_STORED = "the first id of each document"
 ORDER_RULE = "the shards of a split follow each other in the order of this list"
 MAX_PROBLEMS = 20  # shown at once; a cut disk damages hundreds of files
 
@@ -77,6 +80,19 @@ class Corpus:
     @property
     def eod_id(self) -> int:
         return self.manifest["eod_id"]
+
+    @property
+    def begin_id(self) -> int | None:
+        """The id that precedes each document in training; None where none does."""
+        if "begin_policy" in self.manifest:
+            return self.manifest["begin_id"]
+        is_stored = self.manifest.get("bos_policy") == "prepend"  # an older corpus with bos=true
+        return self.manifest["bos_id"] if is_stored else None
+
+    @property
+    def is_begin_shared(self) -> bool:
+        """True where the end id before a document is also its begin id, and its first input."""
+        return self.manifest.get("begin_policy") == BEGIN_SHARED
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""A corpus made from documents: tokenize, append the end id, cut shards, close with the manifest.
+"""A corpus made from documents: tokenize, add begin and end ids, cut shards, write the manifest.
 
 Rule: the bytes depend on the documents, the tokenizer and the shard size, on nothing else: not on
 the machine, the number of threads, or the batches in which documents were encoded.
@@ -17,7 +17,7 @@ import xxhash
 
 from base.errors import UserError
 from base.values import counted
-from data.corpus.corpus import write_manifest
+from data.corpus.corpus import BEGIN_SHARED, BEGIN_STORED, write_manifest
 from data.corpus.documents import POLICY, Document, clean_text, pieces_of
 from data.corpus.indexed import token_dtype
 from data.corpus.shard_writer import ShardWriter
@@ -63,6 +63,8 @@ class CorpusWriter:
             "dtype": self.dtype.name,
             "eod_id": self.eod_id,
             "eod_policy": "append",
+            "begin_id": self.eod_id,
+            "begin_policy": BEGIN_SHARED,
             "splits": self.shards,
             "made_with": {
                 "python": platform.python_version(),
@@ -112,6 +114,7 @@ def write_text_corpus(
     return writer.close(
         {
             "bos_id": tokenizer.bos_id,
+            **begin_fields(tokenizer, is_stored=tokenizer.begin_id != tokenizer.eod_id),
             "tokenizer": {"folder": "tokenizer", "fingerprint": tokenizer.fingerprint()},
             "text": dict(POLICY, bad_bytes=bad_bytes),
             "counts": dict(counts),
@@ -119,6 +122,17 @@ def write_text_corpus(
         }
         | dict(fields)
     )
+
+
+def begin_fields(tokenizer: TextTokenizer, is_stored: bool) -> dict:
+    """Fields of the manifest for the token that precedes a document in training.
+
+    is_stored: each document begins with the tokenizer's begin id. Else the end id of the document
+    before is its begin id as well: it is the last target of one and the first input of the other.
+    """
+    if is_stored:
+        return {"begin_id": tokenizer.begin_id, "begin_policy": BEGIN_STORED}
+    return {"begin_id": tokenizer.eod_id, "begin_policy": BEGIN_SHARED}
 
 
 def hash_limit(valid_fraction: float) -> int:
@@ -152,11 +166,13 @@ def _encode(batch, tokenizer: TextTokenizer, counts: Counter):
     pieces = [list(pieces_of(text)) for _, text in batch]
     encoded = iter(tokenizer.encode([piece for some in pieces for piece in some]))
     end = np.array([tokenizer.eod_id], dtype=np.int64)
+    is_stored = tokenizer.begin_id != tokenizer.eod_id
+    begin = np.array([tokenizer.begin_id] if is_stored else [], dtype=np.int64)
     for (split, text), some in zip(batch, pieces, strict=True):
         counts["special_token_strings"] += tokenizer.count_specials(text)
         counts["long_documents"] += len(some) > 1
         counts[f"documents_{split}"] += 1
-        yield split, np.concatenate([*(next(encoded) for _ in some), end])
+        yield split, np.concatenate([begin, *(next(encoded) for _ in some), end])
 
 
 def _input_entry(document: Document, is_dropped: bool) -> dict:

@@ -53,7 +53,7 @@ def build(folder: Path, progress: Callable[[str], None]) -> dict:
             "tokenizer": None,
             "bos_id": None,
             "entropy_nats_per_token": ENTROPY_NATS,
-            # Mean loss of the true source on the tokens of each split, documents isolated.
+            # Mean loss of the true source on the tokens of each split, each document after an end.
             "source_nats_per_token": surprise,
         }
     )
@@ -96,10 +96,15 @@ def draw_documents(num_documents: int, seed: int) -> list[np.ndarray]:
 
 
 def mean_surprise(documents: list[np.ndarray]) -> float:
-    """Mean of -ln p(next | current) of the true source over all pairs inside documents, in nats."""
+    """Mean of -ln p(next | current) of the true source over all tokens of the documents, in nats.
+
+    The first symbol of a document follows the end symbol of the document before.
+    """
     outcome_of = np.full((VOCAB_SIZE, VOCAB_SIZE), -1)
     np.put_along_axis(outcome_of, transitions(), np.arange(len(WEIGHTS))[None], axis=1)
-    outcomes = np.concatenate([outcome_of[ids[:-1], ids[1:]] for ids in documents])
+    outcomes = np.concatenate(
+        [outcome_of[np.concatenate([[EOD_ID], ids[:-1]]), ids] for ids in documents]
+    )
     counts = np.bincount(outcomes, minlength=len(WEIGHTS)).tolist()
     pairs = zip(counts, WEIGHTS, strict=True)
     nats = sum(count * -math.log(weight / TOTAL) for count, weight in pairs)

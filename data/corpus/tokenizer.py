@@ -67,6 +67,7 @@ class TextTokenizer:
         self.special_ids = {i for i, t in added.items() if t.special} | ends
         self.special_ids -= {self.unk_id} - ends
         self.normalizer = parsed.get("normalizer")
+        self.begin_id = self._begin_id()
         self.encode([PROBE])  # raises where some text has no id, and there is no unknown token
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -120,6 +121,14 @@ class TextTokenizer:
             file = PublishedFile(folder / name)
             file.write(content.encode())
             file.publish()
+
+    def _begin_id(self) -> int | None:
+        """The id that begins a document: the first id of the template, else bos, else the end."""
+        plain = self._tokenizer.encode(PROBE, add_special_tokens=False).ids
+        whole = self._tokenizer.encode(PROBE, add_special_tokens=True).ids
+        if whole[:1] != plain[:1] and whole[:1]:
+            return whole[0]
+        return self.eod_id if self.bos_id is None else self.bos_id
 
     def _id_of(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)

@@ -30,6 +30,9 @@ class ImportSettings:
         default=None, metadata={"meaning": "ids are below it; without TOKENIZER"}
     )
     eod_id: int | None = field(default=None, metadata={"meaning": "end id; without TOKENIZER"})
+    begin_id: int | None = field(
+        default=None, metadata={"meaning": "id that begins each document; without TOKENIZER"}
+    )
     eod: str | None = field(default=None, metadata={"meaning": "end token, if not the eos_token"})
     dtype: str | None = field(
         default=None, metadata={"meaning": f"files without index are flat arrays of {TYPES}"}
@@ -89,9 +92,18 @@ def resolve_ids(tokenizer: TextTokenizer | None, settings: ImportSettings) -> tu
         problems.append(f"vocab_size={vocab_size}: is not from 1 to {MOST_IDS}")
     elif None not in (vocab_size, eod_id) and not 0 <= eod_id < vocab_size:
         problems.append(f"eod_id={eod_id}: is no id from 0 to {vocab_size - 1} (vocab_size - 1)")
+    if None not in (vocab_size, settings.begin_id) and not 0 <= settings.begin_id < vocab_size:
+        problems.append(f"begin_id={settings.begin_id}: is no id from 0 to {vocab_size - 1}")
     if problems:
         raise UserError(*problems)
     return vocab_size, eod_id
+
+
+def begin_id_of(tokenizer: TextTokenizer | None, settings: ImportSettings) -> int | None:
+    """The id, other than the end id, that may begin each document; None where there is none."""
+    if settings.begin_id is not None or tokenizer is None:
+        return settings.begin_id
+    return None if tokenizer.begin_id == tokenizer.eod_id else tokenizer.begin_id
 
 
 def refuse_to_read(files: Iterable[Foreign], dtype: np.dtype, settings: ImportSettings) -> None:

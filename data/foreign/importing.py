@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,14 @@ from base.errors import UserError
 from base.values import counted
 from data.corpus.build import writing
 from data.corpus.build_lock import locked
-from data.corpus.corpus import write_manifest
+from data.corpus.corpus import BEGIN_SHARED, BEGIN_STORED, write_manifest
 from data.corpus.indexed import CODES, token_dtype
 from data.corpus.shard_writer import file_hash
 from data.corpus.tokenizer import TextTokenizer
 from data.foreign.flat_arrays import FlatStatistics
 from data.foreign.import_checks import (
     ImportSettings,
+    begin_id_of,
     check_loss,
     check_overlap,
     check_result,
@@ -45,8 +46,8 @@ from data.text.publish import INPUTS, write_lines
 from data.text.workers import progress_bar
 
 NOT_READ = (
-    "no token was read (QUICK=1): sizes and indices are trusted, damage in a .bin is not noticed, "
-    "ids are checked as they are used"
+    "no token was read (QUICK=1) but the edges of some documents: sizes and indices are trusted, "
+    "damage in a .bin is not noticed, ids are checked as they are used"
 )
 
 
@@ -66,6 +67,10 @@ def import_corpus(
     found = {"train": find_foreign(source, eod_id, settings.dtype)}
     if settings.valid_in:
         found["valid"] = find_foreign(settings.valid_in, eod_id, settings.dtype, "valid_in")
+    begin_id = begin_id_of(tokenizer, settings)
+    found = {
+        split: [replace(one, begin_id=begin_id) for one in some] for split, some in found.items()
+    }
     files = [one for some in found.values() for one in some]
     check_loss(files, settings, log)
     for one in files:
@@ -207,10 +212,15 @@ def _log_findings(job: _Import, written: _Written, log: Callable[[str], None]) -
             f"written anew as {written.dtype.name}, not linked: {written.num_rewritten} of"
             f" {counted(len(job.files), 'file')}"
         )
-    if facts.not_ended:
+    if facts.not_ended and not job.is_quick:
         log(
             f"without the end id {job.eod_id} at their end: {facts.not_ended:,} of"
             f" {counted(facts.documents, 'document')}; the index shows where they end"
+        )
+    if 0 < facts.begun < facts.seen:
+        log(
+            f"{facts.begun:,} of {facts.seen:,} documents begin with the begin id"
+            f" {job.files[0].begin_id}, the others do not; it is not taken for their begin"
         )
     if written.num_left_out:
         log(
@@ -235,6 +245,7 @@ def _manifest_fields(job: _Import, written: _Written) -> dict:
         "dtype": written.dtype.name,
         "eod_id": job.eod_id,
         "eod_policy": "as found" if is_as_found else "append",
+        **_begin_fields(job, facts),
         "splits": written.shards,
         "held_out": {"rule": _rule(settings), "share": settings.valid},
         "counts": counts,
@@ -249,6 +260,19 @@ def _manifest_fields(job: _Import, written: _Written) -> dict:
     if job.is_quick:
         fields["not_read"] = NOT_READ
     return fields | _with_tokenizer(job.work, job.tokenizer)
+
+
+def _begin_fields(job: _Import, facts: Facts) -> dict:
+    """Fields of the manifest for the token that precedes a document in training.
+
+    A quick import judges by the edges of some documents; a stream checks each end before its use.
+    """
+    begin_id = job.files[0].begin_id
+    if begin_id is not None and facts.begun == facts.seen > 0:
+        return {"begin_id": begin_id, "begin_policy": BEGIN_STORED}
+    if facts.not_ended:
+        return {"begin_id": None, "begin_policy": "none"}
+    return {"begin_id": job.eod_id, "begin_policy": BEGIN_SHARED}
 
 
 def _with_tokenizer(work: Path, tokenizer: TextTokenizer | None) -> dict:

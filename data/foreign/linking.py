@@ -19,17 +19,22 @@ from data.foreign.token_files import Foreign
 
 @dataclass
 class Facts:
-    """Findings of one pass over documents."""
+    """Findings of one pass over documents, or of a look at some of them."""
 
     documents: int = 0
+    seen: int = 0  # of them, those whose first and last ids were read
     not_ended: int = 0
+    begun: int = 0  # documents whose first id is the begin id
     min_id: int | None = None
     max_id: int | None = None
     eod_count: int = 0
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray, eod_id: int) -> None:
+    def add(
+        self, ids: np.ndarray, lengths: np.ndarray, eod_id: int, begin_id: int | None = None
+    ) -> None:
         """Take documents that lie back to back in `ids`."""
         self.documents += len(lengths)
+        self.seen += len(lengths)
         if not len(ids):
             self.not_ended += len(lengths)
             return
@@ -38,6 +43,9 @@ class Facts:
         self.max_id = high if self.max_id is None else max(self.max_id, high)
         self.eod_count += int(np.count_nonzero(ids == eod_id))
         last = np.cumsum(lengths) - 1
+        if begin_id is not None:
+            first = np.minimum(last + 1 - lengths, len(ids) - 1)
+            self.begun += int(np.count_nonzero((lengths > 0) & (ids[first] == begin_id)))
         is_ended = (lengths > 0) & (ids[np.maximum(last, 0)] == eod_id)
         self.not_ended += int(np.count_nonzero(~is_ended))
 
@@ -61,7 +69,7 @@ def link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
         data = memoryview(ids).cast("B")
         blocks.update(data)
         whole.update(data)
-        own.add(ids, lengths, one.eod_id)
+        own.add(ids, lengths, one.eod_id, one.begin_id)
         advance(len(data))
     facts.merge(own)
     side = PublishedFile(prefix.with_suffix(".xxh"))
@@ -77,8 +85,19 @@ def link(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
 
 
 def link_unread(one: Foreign, prefix: Path, facts: Facts, advance) -> dict:
-    """Link a pair of files; returns the entry from its index and sizes. No token is read."""
-    facts.documents += one.shard.num_documents
+    """Link a pair of files; returns the entry from its index and sizes.
+
+    Of the tokens, only the first and last ids of some documents are read.
+    """
+    first, last = one.edges()
+    facts.merge(
+        Facts(
+            documents=one.shard.num_documents,
+            seen=len(first),
+            not_ended=int(np.count_nonzero(last != one.eod_id)),
+            begun=int(np.count_nonzero(first == one.begin_id)) if one.begin_id is not None else 0,
+        )
+    )
     advance(one.path.stat().st_size)
     unknown = ("min_id", "max_id", "eod_count", "bin_xxh3", "xxh_xxh3")
     return _linked(one, prefix) | dict.fromkeys(unknown)

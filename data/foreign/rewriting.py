@@ -56,7 +56,7 @@ def rewrite(
     writers: dict[str, ShardWriter] = {}
     sides, own = _sides(one, split, cut), Facts()
     for ids, lengths in one.chunks():
-        own.add(ids, lengths, one.eod_id)
+        own.add(ids, lengths, one.eod_id, one.begin_id)
         if own.max_id is not None and (own.max_id >= vocab_size or own.min_id < 0):
             found = own.max_id if own.max_id >= vocab_size else own.min_id
             what = "its true dtype, or " if one.kind == "flat" else ""

@@ -75,11 +75,11 @@ class LedgerCollector:
         first = np.array([np.flatnonzero(of_rank == one)[0] for one in of_rank])
         for number, data in enumerate(self._steps):
             for rank, peer, what in (
-                *((rank, 0, "what this step is") for rank in differing(views[:, [number]], 0)),
                 *(
                     (rank, int(first[rank]), f"the samples of data rank {of_rank[rank]}")
                     for rank in differing(hashes[number], first)
                 ),
+                *((rank, 0, "what this step is") for rank in differing(views[:, [number]], 0)),
             ):
                 raise UserError(
                     f"step {data.step}: rank {rank} and rank {peer} "
@@ -112,6 +112,7 @@ def view(data: StepData, skips: str | None) -> int:
         data.step,
         data.data_step,
         data.sample_range,
+        data.places,
         data.num_targets,
         data.is_update,
         data.length,

@@ -23,7 +23,7 @@ class Masked(NamedTuple):
     def num_targets(self, cut_row: np.ndarray, cut_position: np.ndarray) -> int:
         """Number of targets that the mask takes away.
 
-        Cuts (document starts that are no target in any case) are not counted.
+        cut_row, cut_position: tokens that are no target in any case; they are not counted.
         """
         place = np.searchsorted(self.row, cut_row)
         is_here = place < len(self.row)

@@ -134,6 +134,17 @@ def twins(corpora: Mapping[str, Corpus]) -> list[str]:
     ]
 
 
+def without_begin(corpora: Mapping[str, Corpus]) -> list[str]:
+    """A warning for each corpus whose documents nothing precedes in training."""
+    return [
+        f"data.sources.{uid}: no token precedes the documents of {corpus.folder} in training (it is"
+        " of an older version, or its documents have no end id), so with data.attend=within the"
+        " model does not learn how a document begins; build the corpus again"
+        for uid, corpus in corpora.items()
+        if corpus.begin_id is None
+    ]
+
+
 def different_ends(corpora: Mapping[str, Corpus]) -> list[str]:
     """A warning where corpora end their documents with different ids."""
     ends = {uid: corpus.eod_id for uid, corpus in corpora.items()}

@@ -38,7 +38,10 @@ class Samples:
         types = {split.dtype for split in self.splits if split}
         self._dtype = types.pop() if len(types) == 1 else np.dtype(np.int32)
         self._end_ids = np.array([corpus.eod_id for corpus in corpora])
-        self._are_ended = np.array([c.manifest["eod_policy"] == "append" for c in corpora])
+        # True for sources whose end id before a document is also its begin id.
+        self.are_begun = np.array([c.is_begin_shared for c in corpora])
+        has_ends = np.array([c.manifest["eod_policy"] == "append" for c in corpora])
+        self._are_ended = has_ends | self.are_begun
 
     def document_starts(self, source: np.ndarray, start: np.ndarray) -> tuple:
         """(row, position) of the documents that start in each sample, ascending; reads no token.
@@ -113,8 +116,9 @@ class Samples:
             place[mine] = np.arange(len(mine))
             row = place[start_row]
             row, position = row[row >= 0], start_position[row >= 0]
-        self._refuse_loose_starts(tokens, row, position, source[mine[row]])
-        return Rows(tokens, row, position, hashes)
+        owner = source[mine[row]]
+        self._refuse_loose_starts(tokens, row, position, owner)
+        return Rows(tokens, row, position, hashes, self.are_begun[owner])
 
     def _ids(self, number: int, start: np.ndarray) -> np.ndarray:
         ids = self.splits[number].read(start, self.seq_len + 1)
@@ -140,5 +144,6 @@ class Samples:
             raise UserError(
                 f"{self.corpora[owner[at]].folder}: expected the end id {end_id[at]} before a "
                 f"document start of the index, found {tokens[row[at], position[at] - 1]}: an .idx "
-                "does not belong to its .bin; restore the corpus or build it again"
+                "does not belong to its .bin; restore the corpus or build it again (imported with"
+                " QUICK=1: import it without)"
             )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from base.errors import UserError
 from data.corpus.corpus import Corpus
@@ -39,12 +40,13 @@ from data.stream.run_checks import (
     different_ends,
     source_uses,
     twins,
+    without_begin,
 )
 from data.stream.samples import Samples
 from data.stream.schedule import Schedule
 from data.stream.skips import Mask, Skips, digest
 from data.stream.sources import num_windows, open_sources
-from data.stream.windows import Batch, Rows, cuts, make_batches, num_targets, own_positions
+from data.stream.windows import Batch, Rows, lost_targets, make_batches, num_targets, own_positions
 from recipes.schema import Data
 
 # Work done at once, to spread numpy's cost per call over small steps:
@@ -70,6 +72,7 @@ class StepData:
     is_update: bool = True  # False: the step counts, the weights stay
     num_masked: int = 0  # targets of the global batch that a mask took away
     quarantined: tuple[int, ...] = ()  # samples of the run that touch a damaged block
+    places: int = 0  # xxh3-64 of source and first token of each sample of the global batch
 
     @property
     def is_sharded(self) -> bool:
@@ -105,6 +108,7 @@ class _Part(NamedTuple):
     source_counts: list[int]
     num_masked: int
     quarantined: tuple[int, ...]
+    places: int
 
 
 class _Ready(NamedTuple):
@@ -180,6 +184,7 @@ class Stream:
             is_update=part.num_targets > 0 and self.skips.is_update(data_step),
             num_masked=part.num_masked,
             quarantined=part.quarantined,
+            places=part.places,
         )
 
     def whole_batch(
@@ -257,6 +262,8 @@ class Stream:
             "window_tokens": self.window_tokens,
             "attend": self.data.attend,
             "tokenizer": next((one[:16] for one in made_with if one), None),
+            "begin_id": self.corpora[0].begin_id,
+            "end_id": self.corpora[0].eod_id,
         } | ({"shift_windows": True} if self.data.shift_windows else {})
 
     def past(self, step: int) -> dict:
@@ -305,6 +312,7 @@ class Stream:
             notes += few_documents(sum(s.num_documents for s in self._valid.splits if s))
         by_uid = dict(zip(self.uids, self.corpora, strict=True))
         notes += twins(by_uid) + different_ends(by_uid)
+        notes += without_begin(by_uid) if self.data.attend == "within" else []
         return notes + check_epochs(self.usage(steps), steps)
 
     def has_targets(self, step: int) -> bool:
@@ -314,7 +322,9 @@ class Stream:
             return False
         first, end = self.sample_range(data_step)
         source, start = self.locate(first, end)
-        lost = cuts(*self._document_starts(first, end), self.data.attend)
+        row, position = self._document_starts(first, end)
+        is_begun = self._train.are_begun[source[row]]
+        lost = lost_targets(row, position, is_begun, self.data.attend)
         left_out = self._masked(data_step, source, start, None)
         taken = 0 if left_out is None else left_out.num_targets(*lost)
         return (end - first) * self.seq_len > len(lost[0]) + taken
@@ -371,12 +381,15 @@ class Stream:
         )
         rows = self._train.rows(tokens, hashes, source, row, position, mine).split(steps)
         # Count targets, samples per source and masked targets of the global batch.
-        targets = num_targets(steps, size, self.seq_len, row, position, attend)
+        is_begun = self._train.are_begun[source[row]]
+        targets = num_targets(steps, size, self.seq_len, row, position, attend, is_begun)
         cell = np.repeat(np.arange(steps) * len(self.uids), size) + source
         counts = np.bincount(cell, minlength=steps * len(self.uids)).reshape(steps, -1).tolist()
+        lost = lost_targets(row, position, is_begun, attend)
         left_out = self._masked(data_step, source, start, is_damaged)
         is_masked = None if left_out is None else left_out.of(mine, self.seq_len)
-        taken = 0 if left_out is None else left_out.num_targets(*cuts(row, position, attend))
+        taken = 0 if left_out is None else left_out.num_targets(*lost)
+        spots = np.stack([source, start], axis=1).reshape(steps, -1)
         parts = [
             _Part(
                 sample_range=(first + number * size, first + (number + 1) * size),
@@ -386,6 +399,7 @@ class Stream:
                 source_counts=counts[number],
                 num_masked=taken,
                 quarantined=quarantined,
+                places=xxhash.xxh3_64_intdigest(spots[number].data),
             )
             for number in range(steps)
         ]

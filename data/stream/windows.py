@@ -1,9 +1,12 @@
 """Windows of token ids become model inputs: input ids, labels, segments, cumulative lengths.
 
-    tokens   t0 t1 t2 | t3 t4     one window: T + 1 tokens, "|" = a document starts
-    input    t0 t1 t2   t3
-    labels   t1 t2 -100 t4        no document's first token is predicted from the one before
-    segment  0  0  0    1
+    tokens   t0 e | t2 t3 t4      one window: T + 1 tokens, "|" = a document starts, e = its end id
+    input    t0   e  t2 t3
+    labels   e    t2 t3 t4        the end id is a target, and begins the next document as its input
+    segment  0    1  1  1
+
+    segment  0    0  1  1         where no begin token precedes documents (older corpora), and where
+    labels   e -100  t3 t4        the begin token is stored as t2: the first id is no target
 
 Rule: boundaries come from the index, never from a search for the end id; the tokens only confirm
 them. With attend="across" a row is one segment and every label counts.
@@ -52,6 +55,7 @@ class Rows:
     start_row: np.ndarray
     start_position: np.ndarray
     hashes: np.ndarray
+    start_is_begun: np.ndarray | None = None  # see `lost_targets`; None = False for all
 
     @property
     def seq_len(self) -> int:
@@ -70,6 +74,9 @@ class Rows:
                 self.start_row[at[number] : at[number + 1]] - low,
                 self.start_position[at[number] : at[number + 1]],
                 self.hashes[low : low + size],
+                None
+                if self.start_is_begun is None
+                else self.start_is_begun[at[number] : at[number + 1]],
             )
             for number, low in enumerate(bounds[:-1].tolist())
         ]
@@ -98,10 +105,10 @@ def make_batches(
     labels = rows.tokens[:, 1:].astype(np.int64)
     flat = NO_CUTS
     if attend == "within" and len(rows.start_row):
-        row, position = cuts(rows.start_row, rows.start_position, attend)
-        flat = row * seq_len + position
-        labels.reshape(-1)[flat - 1] = IGNORED
-        flat = flat[position < seq_len]  # a start at T only ends the last document
+        starts = rows.start_row, rows.start_position, rows.start_is_begun
+        row, position = lost_targets(*starts, attend)
+        labels.reshape(-1)[row * seq_len + position - 1] = IGNORED
+        flat = _segment_starts(*starts, seq_len)
     if is_padding is not None:
         labels[is_padding] = IGNORED
     if is_masked is not None:
@@ -132,24 +139,46 @@ def make_batches(
     return batches
 
 
-def cuts(row: np.ndarray, position: np.ndarray, attend: str) -> tuple[np.ndarray, np.ndarray]:
-    """The document starts that separate two tokens of a window; each takes one target away.
+def lost_targets(
+    row: np.ndarray, position: np.ndarray, is_begun: np.ndarray | None, attend: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The document starts, as (row, position), whose first id is no target in its window.
 
-    There are none with attend="across".
+    is_begun: True where the end id before the start is the first input of the document, so that its
+    first id is a target; None = False for all. With attend="across" no target is lost.
     """
     assert attend in ("within", "across")
-    is_sharded = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
-    return row[is_sharded], position[is_sharded]
+    is_lost = position >= 1 if attend == "within" else np.zeros(len(position), dtype=bool)
+    if is_begun is not None:
+        is_lost = is_lost & ~is_begun
+    return row[is_lost], position[is_lost]
+
+
+def _segment_starts(
+    row: np.ndarray, position: np.ndarray, is_begun: np.ndarray | None, seq_len: int
+) -> np.ndarray:
+    """Places in the flattened inputs at which a segment starts inside a row, ascending."""
+    first = position if is_begun is None else position - is_begun
+    is_inside = (first >= 1) & (first < seq_len)  # a start at T only ends the last document
+    return row[is_inside] * seq_len + first[is_inside]
 
 
 def num_targets(
-    steps: int, num_rows: int, seq_len: int, row: np.ndarray, position: np.ndarray, attend: str
+    steps: int,
+    num_rows: int,
+    seq_len: int,
+    row: np.ndarray,
+    position: np.ndarray,
+    attend: str,
+    is_begun: np.ndarray | None = None,
 ) -> list[int]:
     """Targets of each of `steps` batches of `num_rows` windows of T + 1 tokens.
 
-    row, position: the document starts of all batches, rows counted through. No token is read.
+    row, position, is_begun: the document starts of all batches, rows counted through. No token is
+    read.
     """
-    lost = np.bincount(cuts(row, position, attend)[0] // num_rows, minlength=steps)
+    lost_row, _ = lost_targets(row, position, is_begun, attend)
+    lost = np.bincount(lost_row // num_rows, minlength=steps)
     return (num_rows * seq_len - lost).tolist()
 
 

@@ -104,8 +104,9 @@ class _Build:
         self.settings, self.workers, self.log = settings, workers, log
         self.work = out.parent / f".{out.name}.work"
         self.folder = self.work / "corpus"
-        # The end id is in every document, and no part of the tokenizer's fingerprint.
-        self.fingerprint = f"{tokenizer.fingerprint()}-{tokenizer.eod_id}"
+        # The begin and end ids are in every document, and no part of the tokenizer's fingerprint.
+        begin_id = tokenizer.begin_id if settings.is_begin_stored(tokenizer) else None
+        self.fingerprint = f"{tokenizer.fingerprint()}-{begin_id}-{tokenizer.eod_id}"
         self.units = plan_units(files, settings.document)
         self.engine = "tokenizers"
 
@@ -349,8 +350,11 @@ def _check_before(files, tokenizer: TextTokenizer, settings: Settings) -> None:
             check_columns(file, settings)
         except UserError as error:
             problems += error.problems
-    if settings.bos and tokenizer.bos_id is None:
-        problems.append("bos=true: the tokenizer has no begin token (bos_token); leave it out")
+    if settings.bos and tokenizer.begin_id == tokenizer.eod_id:
+        problems.append(
+            "bos=true: the tokenizer has no begin token (bos_token) besides its end token, which"
+            " precedes each document in any case; leave it out"
+        )
     if len({file.name for file in files}) < len(files):
         problems.append("IN: two inputs have the same name below their common folder")
     if problems:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from base.durable import sync_folder
 from base.values import counted
 from data.corpus.corpus import write_manifest
+from data.corpus.corpus_writer import begin_fields
 from data.corpus.documents import POLICY
 from data.corpus.indexed import token_dtype
 from data.corpus.shard_writer import PublishedFile, file_hash
@@ -80,7 +81,7 @@ def write_fields(
         "eod_id": tokenizer.eod_id,
         "eod_policy": "append",
         "bos_id": tokenizer.bos_id,
-        "bos_policy": "prepend" if settings.bos else "none",
+        **begin_fields(tokenizer, settings.is_begin_stored(tokenizer)),
         "splits": {
             split: [e["entry"] for s, e in zip(shards, entries, strict=True) if s.split == split]
             for split in sorted({"train", *(s.split for s in shards)})

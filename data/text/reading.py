@@ -42,8 +42,8 @@ BATCH_ROWS = 256
 BOM = b"\xef\xbb\xbf"
 UNPACKERS = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
+    ".xz": lambda raw: _Members(raw, lzma.LZMADecompressor),
+    ".bz2": lambda raw: _Members(raw, bz2.BZ2Decompressor),
 }
 LONG_WINDOW = "requires too much memory"  # the error of zstd's own library, whose limit is 128 MiB
 
@@ -128,6 +128,45 @@ def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             stream = pa.PythonFile(raw, mode="r")
             with pa.CompressedInputStream(stream, "zstd") as plain:
                 yield io.BufferedReader(plain, BLOCK_BYTES), raw.tell
+
+
+class _Members(io.RawIOBase):
+    """The unpacked bytes of all streams of a file, one behind the other, with zeros between them.
+
+    lzma.LZMAFile and bz2.BZ2File end in silence at anything behind a stream that is no stream, also
+    at the zeros that the format allows, and so lose the streams behind them.
+    """
+
+    def __init__(self, raw: BinaryIO, make: Callable):
+        self._raw, self._make = raw, make
+        self._current, self._rest = None, b""  # the stream in work; packed bytes that follow it
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        """Fill the start of `buffer`; returns the number of bytes, 0 at the end of the file.
+
+        Raises EOFError where a stream is cut, and the error of the library for anything else.
+        """
+        while True:
+            if self._current is None:
+                packed = self._rest.lstrip(b"\0") or self._raw.read(BLOCK_BYTES).lstrip(b"\0")
+                if not packed:
+                    if self._raw.peek(1):  # the block held only zeros
+                        continue
+                    return 0
+                self._current, self._rest = self._make(), b""
+            else:
+                packed = self._raw.read(BLOCK_BYTES) if self._current.needs_input else b""
+                if not packed and self._current.needs_input:
+                    raise EOFError("the file ends inside a packed stream")
+            found = self._current.decompress(packed, len(buffer))
+            buffer[: len(found)] = found
+            if self._current.eof:
+                self._current, self._rest = None, self._current.unused_data
+            if found:
+                return len(found)
 
 
 def lines_in(stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.values import as_float, as_int
+from data.corpus.tokenizer import TextTokenizer
 from data.text.filters import Filters
 
 KINDS = ("jsonl", "parquet", "text")
@@ -32,7 +33,13 @@ class Settings:
         metadata={"meaning": "how text files are cut: file, blank, line, or the text between two"},
     )
     eod: str | None = field(default=None, metadata={"meaning": "end token, if not the eos_token"})
-    bos: bool = field(default=False, metadata={"meaning": "true: each document begins with bos"})
+    bos: bool | None = field(
+        default=None,
+        metadata={
+            "meaning": "true: each document begins with the begin token; false: with the end token"
+            " of the one before; default: true where the tokenizer has a begin token of its own"
+        },
+    )
     valid: float | None = field(
         default=None, metadata={"meaning": "share of documents held out, by hash; default 0.01"}
     )
@@ -71,6 +78,10 @@ class Settings:
         if self.valid is not None:
             return self.valid
         return 0.0 if self.held_out else 0.01
+
+    def is_begin_stored(self, tokenizer: TextTokenizer) -> bool:
+        """True where each document begins with the tokenizer's begin id on disk."""
+        return tokenizer.begin_id != tokenizer.eod_id if self.bos is None else self.bos
 
     def unit_part(self) -> dict:
         """Settings that the tokens of a unit depend on; the others act later."""

@@ -102,7 +102,8 @@ class _Output:
         tokenizer = encoder.tokenizer
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._end = np.array([tokenizer.eod_id])
-        self._begin = np.array([tokenizer.bos_id] if task.settings.bos else [], dtype=np.int64)
+        is_stored = task.settings.is_begin_stored(tokenizer)
+        self._begin = np.array([tokenizer.begin_id] if is_stored else [], dtype=np.int64)
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._counts = [Counter() for _ in self._files]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.redaction import redacted
+from base.redaction import redact, redacted, secret_values
 from launch.hosts import network
 from launch.hosts.hostfile import Host, is_host_name, plain
 
@@ -96,6 +96,12 @@ def _pdsh(hosts: Sequence[Host], root: Path, order: dict[str, Any], ssh: str) ->
         raise UserError(
             f"PASS: {', '.join(secrets)} would be visible in the process lists of all hosts,"
             " because pdsh has no standard input; use VIA=ssh"
+        )
+    recipe = order.get("composed") or ""
+    if redact(recipe, secret_values(os.environ)) != recipe:
+        raise UserError(
+            "the recipe has the value of a secret variable, which would be visible in the process"
+            " lists of all hosts, because pdsh has no standard input; use VIA=ssh"
         )
     if not shutil.which("pdsh"):
         raise UserError("VIA=pdsh but there is no pdsh on this machine; use VIA=ssh")

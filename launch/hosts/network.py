@@ -55,14 +55,27 @@ def missing_interfaces(environ: Mapping[str, str], has_gpus: bool) -> list[str]:
     nccl = environ.get("NCCL_SOCKET_IFNAME", "") if has_gpus else ""
     wrong = []
     if gloo and not set(gloo.split(",")) <= here:
-        wrong.append(f"GLOO_SOCKET_IFNAME={gloo}")
-    # NCCL takes beginnings of names: `=` before the list asks for whole ones, `^` for all others.
-    wanted = nccl.removeprefix("=").split(",")
-    is_whole = nccl.startswith("=")
-    fits = [w for w in wanted for name in here if (name == w if is_whole else name.startswith(w))]
-    if nccl and not nccl.startswith("^") and not fits:
+        # gloo takes whole names alone.
+        hint = " (`^` and `=` are NCCL's)" if gloo[0] in "^=" else ""
+        wrong.append(f"GLOO_SOCKET_IFNAME={gloo}{hint}")
+    if nccl and not nccl_interfaces(nccl, here):
         wrong.append(f"NCCL_SOCKET_IFNAME={nccl}")
     return [f"{one}, but the interfaces are {', '.join(sorted(here))}" for one in wrong]
+
+
+def nccl_interfaces(wanted: str, here: Iterable[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME=`wanted` leaves.
+
+    It lists beginnings of names, after `=` whole names; `^` in front means all others.
+    """
+    is_excluded, wanted = wanted.startswith("^"), wanted.removeprefix("^")
+    is_whole, wanted = wanted.startswith("="), wanted.removeprefix("=")
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    return [
+        name
+        for name in here
+        if any(name == one if is_whole else name.startswith(one) for one in names) != is_excluded
+    ]
 
 
 def interface_of(address: str) -> str | None:

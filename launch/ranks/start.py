@@ -102,8 +102,9 @@ def order_of(
     run_folder: str | None,
     lost_s: float = LOST_S,
     limits: Watch | None = None,
+    composed: str | None = None,
 ) -> dict[str, Any]:
-    """The order that the agents of all hosts get."""
+    """The order that the agents of all hosts get; `composed` is the text of a composed recipe."""
     return {
         "do": "ranks",
         "hosts": plan.hosts,
@@ -115,6 +116,7 @@ def order_of(
         "shown": [0],
         "lost_s": lost_s,
         "limits": limits and asdict(limits),
+        "composed": composed,
     }
 
 

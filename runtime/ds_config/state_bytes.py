@@ -5,7 +5,7 @@ The textbook's 16 (Rajbhandari et al. 2020: 2 + 2 + 4 + 4 + 4) becomes, in DeepS
     weights    2 (bf16) or 4 (fp32); stage 3: / d
     gradients  what is held between two passes, see `_gradients`
     master     4 / d, also in fp32: DeepSpeed steps a copy
-    moments    8 / d (AdamW)
+    moments    the optimizer's own state, `recipes.schema.OPTIMIZERS` / d: 8 / d for AdamW
 
 d = data-parallel ranks. These are closed formulas, which tests compare with allocated tensors. Not
 counted: activations, reduction and gather buckets (constant sizes), padding, weights that stage 3
@@ -15,6 +15,8 @@ keeps gathered because they are small.
 from __future__ import annotations
 
 from typing import Any
+
+from recipes.schema import MASTER_BYTES, OPTIMIZERS
 
 # With optimizer offload these are in host memory; only the weights are on the device.
 ON_HOST = ("gradients", "master", "moments")
@@ -53,7 +55,8 @@ def state_bytes(
 
     `grad_dtype` is the type gradients are summed in ("fp32" or "bf16"), `is_immediate` is
     bf16.immediate_grad_update. Multiply by the parameters of this rank's share of the model (a
-    tensor or pipeline rank holds a part of it).
+    tensor or pipeline rank holds a part of it). Raises KeyError for an optimizer that declares no
+    state in `OPTIMIZERS`.
     """
     width = {"bf16": 2, "fp32": 4}
     weights = width[precision]
@@ -63,8 +66,8 @@ def state_bytes(
         "gradients": _gradients(
             stage, weights, summed, accumulates, is_immediate, data_size, is_offloaded
         ),
-        "master": 4 / data_size,
-        "moments": 8 / data_size if optimizer == "adamw" else 0,
+        "master": MASTER_BYTES / data_size,
+        "moments": OPTIMIZERS[optimizer] / data_size,
     }
 
 

@@ -12,5 +12,6 @@ memory.py            Peak memory of this rank
 ops.py               Builds DeepSpeed's operators once on a host, before ranks wait for them
 optimizer.py         The parameter groups, and the torch optimizer that DeepSpeed wraps
 pipeline_engine.py   DeepSpeed's pipeline engine behind the same interface
+rank_part.py         Builds one rank's part of a run without its other ranks and without memory
 update_gate.py       Lets an update move the weights, or not: one answer for all ranks
 """

@@ -35,11 +35,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The torch optimizer that DeepSpeed wraps: fused AdamW (Loshchilov and Hutter 2019), or SGD.
 
-    Fused runs one kernel per parameter group on CPU and CUDA alike.
+    Fused runs one kernel per parameter group on CPU and CUDA alike. What an optimizer keeps for
+    each parameter is declared in `recipes.schema.OPTIMIZERS`; a test counts it.
     """
     groups = parameter_groups(named, optim.weight_decay)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
+    assert optim.name == "adamw", f"{optim.name} is declared in OPTIMIZERS and not built here"
     return torch.optim.AdamW(
         groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
     )

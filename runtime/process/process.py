@@ -15,9 +15,10 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,9 +28,11 @@ import torch.distributed as dist
 
 from base.cores import allow_open_files, usable
 from base.errors import Shared, UserError
+from base.launcher_variables import of_mpi, unused
 from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
+from base.run_variables import LAUNCH
 from base.values import counted
 from recipes.schema import Cluster
 from record.trust import keep_to_owner
@@ -38,7 +41,12 @@ from runtime.process import rendezvous
 from runtime.process.visible_gpus import visible_gpus
 
 CLAIMS: list[socket.socket] = []  # names held until this process ends
+SHARED_REPORT_S = 3.0  # the same for a problem that all ranks find together
 FIRST_REPORTS_S = 10.0  # how much later than another rank the first may find the same problem
+# Until a rank prints that it waits for others; ranks of one host start at almost the same time.
+FIRST_WAIT_S, LATER_WAIT_S = 3.0, 15.0
+# The variables that say how many ranks there are, by launcher.
+WAITS_BY = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID")
 PARENT = os.getppid()  # the agent; it is process 1 where it is a container's entry point
 
 
@@ -69,9 +77,22 @@ def launched_rank() -> int:
 
 
 def check_launcher() -> None:
-    """Raise UserError where the launcher's variables name no rank of a world."""
+    """Raise UserError where the launcher's variables name no rank of a world.
+
+    Variables of mpirun, which starts no rank here, are removed, with a warning.
+    """
     world, rank = launched_world(), launched_rank()
-    _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    local_rank = _number("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    if world > 1 and "RANK" not in os.environ and not _under_srun():
+        raise UserError(
+            f"WORLD_SIZE={world} is set in the environment and RANK is not; unset it to train on"
+            " one rank, or start with torchrun, srun or make pretrain"
+        )
+    ignored = of_mpi(os.environ)
+    for name in ignored:  # DeepSpeed refuses ranks that contradict them
+        del os.environ[name]
+    if ignored and local_rank == 0:
+        print(f"warning: {unused(ignored)}", file=sys.stderr)
     if rank >= world:
         raise UserError(
             f"RANK={rank} is not below WORLD_SIZE={world} in the environment; unset both to train"
@@ -101,17 +122,71 @@ def start(cluster: Cluster) -> Process:
     options = {}
     if world == 1:
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif not rendezvous.has_agent_store():
-        name = rendezvous.job_name(os.environ, world)
-        address = os.environ["MASTER_ADDR"]
-        store = rendezvous.join(address, ports, name, rank, world, cluster.timeout_s)
-        options = {"store": store, "rank": rank, "world_size": world}
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=cluster.timeout_s),
-        **options,
-    )
+    limit = datetime.timedelta(seconds=cluster.timeout_s)
+    limit_groups(limit)
+    with report_wait(rank, world, local_rank, cluster.timeout_s):
+        if world > 1 and not rendezvous.has_agent_store():
+            name = rendezvous.job_name(os.environ, world)
+            address = os.environ["MASTER_ADDR"]
+            store = rendezvous.join(address, ports, name, rank, world, cluster.timeout_s)
+            options = {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=limit,
+            **options,
+        )
+    if device.type == "cuda" and local_world > torch.cuda.device_count():
+        gpu = f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+        claim_gpu(dist.distributed_c10d._get_default_store(), gpu)
     return Process(rank, world, local_rank, local_world, device)
+
+
+def claim_gpu(store: dist.Store, name: str) -> None:
+    """Raise UserError where another rank of the host has the GPU `name` already.
+
+    Where each rank sees one GPU, only the identity of the GPU shows whether it is another one.
+    """
+    if store.add(f"gpu/{name}", 1) > 1:
+        raise UserError(
+            "several ranks were started on a host that shows 1 GPU; start at most 1 on it"
+            " (NPROC=1), give each rank a GPU of its own, or set cluster.device=cpu"
+        )
+
+
+def limit_groups(limit: datetime.timedelta) -> None:
+    """Make `limit` the time limit of all process groups that are created without one of their own.
+
+    torch gives such groups its own default, whatever the limit of the first group is: those of
+    parallel.mesh and of DeepSpeed would wait for up to half an hour.
+    """
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        assert hasattr(dist.distributed_c10d, name), f"this torch has no {name}"
+        setattr(dist.distributed_c10d, name, limit)
+
+
+@contextlib.contextmanager
+def report_wait(rank: int, world: int, local_rank: int, timeout_s: float) -> Iterator[None]:
+    """Print after a moment that this rank waits for others, and which variables made it wait.
+
+    They may be left over in the shell from another launcher, and then nobody ever comes.
+    """
+    names = [name for name in WAITS_BY if name in os.environ]
+    text = (
+        f"rank {rank} waits for the other {world - 1} of {world} ranks, {timeout_s:.0f} s at most"
+        f" (cluster.timeout_s), because {' '.join(names)} are set in the environment; to train"
+        f" without them: unset {' '.join(names)}, or make pretrain"
+    )
+    # Our launcher has started all ranks, and reports their ends.
+    is_silent = world == 1 or LAUNCH in os.environ
+    after_s = FIRST_WAIT_S if local_rank == 0 else LATER_WAIT_S
+    timer = threading.Timer(after_s, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if not is_silent:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def die_with_launcher() -> None:
@@ -138,6 +213,8 @@ def choose_device(cluster: Cluster, local_rank: int, local_world: int) -> torch.
         return torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
+        if count == 1:  # srun --gpus-per-task=1: each rank of a host sees another GPU as the first
+            return torch.device("cuda", 0)
         if local_world > count:
             raise UserError(
                 f"the host shows {counted(count, 'GPU')}, too few for its"
@@ -192,7 +269,8 @@ def report(error: UserError) -> None:
     """Print an error that the user can correct, once and not on every rank.
 
     Before the ranks have joined, all ranks of a host usually find the same problem, and one of them
-    prints it. Later a problem is either shared, and rank 0 prints it, or it belongs to one rank.
+    prints it. Later a problem is either shared, and rank 0 prints it, or it belongs to one rank. A
+    problem that should be shared, but that rank 0 does not report, is printed by another rank.
     """
     try:
         rank = launched_rank()
@@ -200,8 +278,8 @@ def report(error: UserError) -> None:
         is_alone = launched_world() == 1
     except UserError:  # the launcher's variables are wrong: that is the error to report
         rank, local_rank, is_alone = 0, 0, True
-    if isinstance(error, Shared):
-        is_printed = rank == 0
+    if isinstance(error, Shared):  # rank 0 prints it, if it has the same problem
+        is_printed = _is_first_to_report(error, rank, SHARED_REPORT_S) or rank == 0
     else:
         is_printed = dist.is_initialized() or is_alone or _is_first_to_report(error, local_rank)
     if is_printed:
@@ -211,7 +289,7 @@ def report(error: UserError) -> None:
             print(f"refused: {where}{shown}", file=sys.stderr, flush=True)
 
 
-def _is_first_to_report(error: UserError, local_rank: int) -> bool:
+def _is_first_to_report(error: UserError, local_rank: int, wait_s: float = FIRST_REPORTS_S) -> bool:
     """Whether no other rank of this host reports the same text.
 
     The rank that reports takes a socket name, which the kernel frees when the rank ends. The first
@@ -222,7 +300,7 @@ def _is_first_to_report(error: UserError, local_rank: int) -> bool:
         return local_rank == 0
     words = hashlib.sha256(str(error).encode(errors="replace")).hexdigest()
     name = f"\0pretrain-{PARENT}-{words}"
-    if local_rank > 0 and _is_reported_soon(name):
+    if local_rank > 0 and _is_reported_soon(name, wait_s):
         return False
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -241,10 +319,10 @@ def print_without_secrets(
     print(redact(text, secret_values(os.environ)), file=sys.stderr, end="", flush=True)
 
 
-def _is_reported_soon(name: str) -> bool:
+def _is_reported_soon(name: str, wait_s: float) -> bool:
     """Wait for another rank to take the name, or for the launcher's SIGTERM to end this one."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    deadline = time.monotonic() + FIRST_REPORTS_S
+    deadline = time.monotonic() + wait_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         while True:
             with contextlib.suppress(ConnectionRefusedError):
@@ -313,6 +391,8 @@ def _export(
         os.environ.setdefault(name, str(value))
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU
     have_home()
     builds.prepare()
 

@@ -38,6 +38,13 @@ FAMILIES = {
     "tied": {"tie_word_embeddings": True},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
+    "linear": {"rope_type": "linear", "rope_factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_factor": 8.0,
+        "rope_original_max_position_embeddings": 16,
+        "qkv_bias": True,
+    },
     "gelu": {"hidden_act": "gelu"},
     "relu2": {"hidden_act": "relu2", "qk_norm": True},
 }
@@ -347,8 +354,8 @@ def test_another_shape_is_refused_with_every_field(tmp_path):
     ("changes", "reason"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary scaling"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rotary scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rotary scaling"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rotary scaling"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu_new"}, "hidden_act"),

@@ -101,3 +101,13 @@ def test_a_budget_that_is_none_is_refused(arguments, message, capsys):
 def test_plan_check_of_a_missing_file_is_refused(capsys):
     assert plan_check.main(["--rows=/nowhere.csv"]) == 93
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_knob_that_says_auto_is_chosen_and_the_command_holds_its_value(capsys):
+    text = said(plan, capsys, "--cluster=a100", "--nodes=1", "1b", "zero=auto", "seed=7")
+    run = text.strip().splitlines()[-1]
+    assert "auto" not in run
+    assert "seed=7" in run
+    assert "zero=" in run
+    text = said(plan, capsys, "--cluster=a100", "--nodes=1", "1b", "parallel.tensor=2")
+    assert text.strip().splitlines()[-1].count("parallel.tensor=2") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from saved_models import trained
+from transformers import LlamaForCausalLM
 
 from checkpoint.export import export
 from commands import sample
@@ -52,3 +53,29 @@ def test_text_ends_at_the_context_and_a_longer_prompt_is_refused(run, capsys):
     assert "PROMPT has 64 tokens, and the model was trained on sequences of 64" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("begin_id", [7, 256])
+def test_a_prompt_begins_a_document_as_in_the_training(tmp_path, capsys, monkeypatch, begin_id):
+    """The begin token comes first in a run and its export; an empty prompt is that token alone."""
+    byte_tokenizer().save(tmp_path / "corpus" / "tokenizer")
+    trained(
+        tmp_path / "run",
+        data={"sources": {"a": {"corpus": str(tmp_path / "corpus")}}},
+        data_state={"begin_id": begin_id, "end_id": 256},
+    )
+    out = tmp_path / "out"
+    export(tmp_path / "run", out, dtype="fp32", tokenizer=tmp_path / "corpus" / "tokenizer")
+    seen = []
+    plain = LlamaForCausalLM.generate
+
+    def watched(self, ids, **settings):
+        seen.append(ids[0].tolist())
+        return plain(self, ids, **settings)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", watched)
+    for folder in (tmp_path / "run", out):
+        for prompt in ("The", "", "x" * 62, "x" * 63):
+            said(capsys, folder, f"--prompt={prompt}", "--tokens=1")
+    whole = [[begin_id, *b"The"], [begin_id], [begin_id, *b"x" * 62], [*b"x" * 63]]
+    assert seen == whole + whole  # where the begin token has no room, the prompt is whole

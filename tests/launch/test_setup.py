@@ -30,7 +30,7 @@ def lacking(monkeypatch):
 def test_a_run_needs_no_package_of_the_tests(lacking, capsys):
     lacking |= {"pytest-xdist", "megatron-core"}
     assert setup.main(["--check"]) == 0
-    assert setup.main(["--check", "tests"]) == 1
+    assert setup.main(["--check", "tests"]) == 93
     said = capsys.readouterr().err
     assert "lacks pytest-xdist>=" in said
     assert f"{sys.executable} -m pip install 'pytest-xdist>=" in said
@@ -38,7 +38,7 @@ def test_a_run_needs_no_package_of_the_tests(lacking, capsys):
 
 def test_what_a_run_needs_is_named_with_the_command_that_installs_it(lacking, capsys):
     lacking |= {"hydra-core", "torch"}
-    assert setup.main(["--check"]) == 1
+    assert setup.main(["--check"]) == 93
     said = capsys.readouterr().err
     assert "lacks torch>=2.11, hydra-core>=" in said
     assert "or leave PYTHON out" in said
@@ -89,5 +89,31 @@ def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monk
     (tmp_path / "file").touch()
     assert setup.main([str(tmp_path / "file" / ".venv")]) != 0
     said = capsys.readouterr().err
-    assert said.startswith(f"setup: {tmp_path}/file/.venv: Not a directory")
+    assert said.startswith(f"refused: {tmp_path}/file/.venv: Not a directory")
     assert "PYTHON=" in said
+
+
+def test_set_up_shows_what_pip_does_and_is_never_silent_for_long(tmp_path, monkeypatch, capsys):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho Collecting torch; sleep 0.5; echo '  Downloading torch.whl (190 MB)'\n"
+        "echo Requirement already satisfied: numpy\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(setup, "SILENCE_S", 0.1)
+    assert setup._pip(python, "torch")
+    shown = capsys.readouterr().err
+    assert " s  Collecting torch\n" in shown
+    assert " s  still at: Collecting torch\n" in shown
+    assert " s  Downloading torch.whl (190 MB)\n" in shown
+    assert "satisfied" not in shown.partition("still at")[0]
+
+
+def test_what_pip_said_last_is_shown_where_it_fails(tmp_path, capsys):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no matching distribution >&2; exit 1\n")
+    python.chmod(0o755)
+    assert not setup._pip(python, "torch")
+    shown = capsys.readouterr().err
+    assert "no matching distribution" in shown
+    assert "pip could not install torch; its last lines are above" in shown

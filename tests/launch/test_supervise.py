@@ -22,7 +22,7 @@ from ranks import ROOT
 
 from base.jsonl import append_line
 from commands import pretrain
-from commands.pretrain import goes_on, keep_bundle
+from commands.pretrain import keep_bundle, resume_of
 from launch import budget
 from launch import supervise as supervise_module
 from launch.budget import Budget
@@ -30,6 +30,7 @@ from launch.ranks import oom, start
 from launch.ranks.outcome import cause_of
 from launch.slurm import requeued
 from launch.supervise import AttemptStart, supervise
+from recipes.compose import compose
 from record import presence, requests
 from record.attempts import Attempt, Progress, RankEnd
 from record.records import read_events, record_event
@@ -286,9 +287,9 @@ def test_another_start_of_the_same_name_writes_nothing_into_the_runs_record(tmp_
 
 
 def test_what_resume_fresh_set_aside_is_not_set_aside_again():
-    assert goes_on(["recipe=tiny", "resume=fresh", "zero=3"]) == [
-        "recipe=tiny",
-        "zero=3",
+    fresh = compose("tiny", ["resume=fresh"]).recipe
+    assert [resume_of(fresh, has_begun) for has_begun in (False, True)] == [
+        "resume=fresh",
         "resume=auto",
     ]
 

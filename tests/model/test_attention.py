@@ -7,6 +7,7 @@ import torch
 
 from model import attention as module
 from model.attention import Attend, attention, document_starts, prepare, rotary_tables, rotate
+from model.config import Rotary
 
 
 def plain_attention(q, k, v, is_seen):
@@ -46,7 +47,7 @@ def test_attention_is_softmax_over_what_a_query_may_see(
         is_seen = is_seen & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
         is_seen[1, 6:, 0] = False  # id 1 comes back for a later document, which is another one
     like = torch.zeros(2, 11, 32, dtype=dtype)
-    attend = prepare(like, 8, 10000.0, SEGMENTS if has_documents else None)
+    attend = prepare(like, 8, Rotary(10000.0), SEGMENTS if has_documents else None)
     assert (attend.mask is None) == (not has_documents)
     out = attention(q, k, v, attend)
     assert out.dtype == dtype
@@ -62,15 +63,15 @@ def test_document_starts_from_segment_ids_and_from_padded_boundaries_agree():
 
 def test_positions_restart_at_each_document():
     like = torch.zeros(2, 11, 32)
-    attend = prepare(like, 8, 10000.0, SEGMENTS)
-    cos, sin = rotary_tables(torch.arange(11), 8, 10000.0, torch.float32)
+    attend = prepare(like, 8, Rotary(10000.0), SEGMENTS)
+    cos, sin = rotary_tables(torch.arange(11), 8, Rotary(10000.0), torch.float32)
     assert torch.equal(attend.cos[0, 4:], cos[:7])
     assert torch.equal(attend.sin[1, 1:6], sin[:5])
 
 
 def test_rotary_turns_pairs_by_position_times_frequency():
     x = torch.randn(1, 5, 1, 4, generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary_tables(torch.arange(5), 4, 100.0, torch.float32)
+    cos, sin = rotary_tables(torch.arange(5), 4, Rotary(100.0), torch.float32)
     turned = rotate(x, cos, sin)
     for position in range(5):
         for pair, frequency in ((0, 1.0), (1, 0.1)):  # 100^(-2i/4)
@@ -81,7 +82,7 @@ def test_rotary_turns_pairs_by_position_times_frequency():
 
 
 def test_rotary_angles_are_exact_far_beyond_what_bf16_can_count():
-    cos, _ = rotary_tables(torch.tensor([4095]), 4, 10000.0, torch.bfloat16)
+    cos, _ = rotary_tables(torch.tensor([4095]), 4, Rotary(10000.0), torch.bfloat16)
     exact = [math.cos(4095), math.cos(40.95)] * 2
     torch.testing.assert_close(cos.flatten().float(), torch.tensor(exact), rtol=0, atol=2**-8)
 
@@ -114,8 +115,8 @@ def test_the_variable_length_kernel_gets_flat_causal_documents(monkeypatch, has_
 def test_the_variable_length_kernel_equals_the_mask():
     q, k, v = (x.cuda() for x in qkv(4, 2, dtype=torch.bfloat16))
     like = torch.zeros(2, 11, 32, dtype=torch.bfloat16, device="cuda")
-    kernel = prepare(like, 8, 10000.0, SEGMENTS.cuda(), BOUNDARIES.cuda(), 7)
-    masked = prepare(like, 8, 10000.0, SEGMENTS.cuda())
+    kernel = prepare(like, 8, Rotary(10000.0), SEGMENTS.cuda(), BOUNDARIES.cuda(), 7)
+    masked = prepare(like, 8, Rotary(10000.0), SEGMENTS.cuda())
     assert kernel.mask is None
     torch.testing.assert_close(
         attention(q, k, v, kernel), attention(q, k, v, masked), rtol=2e-2, atol=2e-2

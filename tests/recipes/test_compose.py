@@ -338,6 +338,11 @@ def test_head_shapes_are_checked():
     assert "nearest: 255 or 258" in "".join(refused("model.num_attention_heads=3"))
     assert "does not divide" in only("model.num_key_value_heads=3")
     assert "must be even" in only("model.head_dim=31")
+    assert "is not read with model.rope_type=default" in only("model.rope_factor=8")
+    assert "set model.rope_type=llama3" in only(
+        "model.rope_type=linear", "model.rope_factor=8", "model.rope_high_freq_factor=2"
+    )
+    assert "is not below" in only("model.rope_type=llama3", "model.rope_low_freq_factor=4")
     assert compose("tiny", ["model.head_dim=32"]).recipe.model.head_dim == 32
 
 

@@ -7,13 +7,15 @@ import re
 import pytest
 
 from base.errors import UserError
+from base.paths import ROOT
 from base.values import counted
 from commands import pretrain
 from data.stream.schedule import schedule_of
+from data.stream.sources import corpus_problems
 from parallel.layout import solve
-from recipes.compose import RECIPES, compose, group_options, recipe_names
+from recipes.compose import RECIPES, compose, compose_command, group_options, recipe_names
 from recipes.overrides import GROUPS
-from runtime.ds_config.merge import load_preset
+from runtime.ds_config.merge import ds_problems, load_preset
 from runtime.resolve import resolve
 
 MOST_LINES = 25
@@ -85,10 +87,15 @@ def test_every_config_group_option_composes_and_describes_itself(group):
 
 
 def test_a_wrong_knob_hides_neither_ds_keys_nor_corpora():
+    def start(*overrides: str) -> None:
+        given = ["recipe=tiny", *overrides]
+        composed = compose_command(given, ds_problems, lambda data: corpus_problems(data, ROOT))
+        pretrain.check(composed.recipe, 1)
+
     corpus = ["data.sources.own.corpus=no/where", "data.sources.own.weight=1"]
     for words, first in ((["steps=0", "ds.typo=1"], "steps=0"), (["micro_batch=3"], "batch_tok")):
         with pytest.raises(UserError) as refusal:
-            pretrain.check(["recipe=tiny", *words, *corpus], 1)
+            start(*words, *corpus)
         problems = refusal.value.problems
         assert problems[0].startswith(first)
         assert "no/where has no manifest.json" in problems[-1]

@@ -236,3 +236,16 @@ def test_the_launcher_acknowledges_a_signal_while_ranks_live(capfd):
     stop_signals(signal.SIGTERM, None)
     assert asked == [signal.SIGTERM]
     assert "SIGTERM: ending after this step, with a save" in capfd.readouterr().err
+
+
+def test_the_clock_of_rank_0_says_when_a_save_is_due_beside_any_request(tmp_path, clock):
+    first, other = training(clock, tmp_path), training(clock)
+    first.send(is_save_due=True)
+    assert (first.answer(), first.is_save_due) == (None, True)
+    first.send()
+    assert (first.answer(), first.is_save_due) == (None, False)
+    first._hear(signal.SIGTERM, None)
+    first.send(is_save_due=True)
+    assert (first.answer().cause, first.is_save_due) == ("preempted", True)
+    other.send(is_save_due=True)
+    assert (other.answer(), other.is_save_due) == (None, False)

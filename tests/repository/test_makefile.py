@@ -34,7 +34,7 @@ def in_recipe(target: str) -> set[str]:
         "$(ARGUMENTS)", defined("ARGUMENTS")
     )
     known = defined("KNOWN").replace("$(PLACES)", defined("PLACES")).replace("\\", "").split()
-    return set(re.findall(r"\b[A-Z]+\b", lines)) & set(known) - ALWAYS
+    return set(re.findall(r"\b[A-Z_]+\b", lines)) & set(known) - ALWAYS
 
 
 def make(*words: str, **variables: str) -> subprocess.CompletedProcess:

@@ -343,3 +343,15 @@ def test_a_full_disk_fails_saves_alone_and_the_last_one_is_tried_again(clone, tm
         assert [event["cause"] for event in read_events(mount.parent, "attempt")] == ["finished"]
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_run_that_is_killed_loses_minutes_whatever_its_recipe_says(clone):
+    """Saves by rank 0's clock, after the same steps on both ranks; a kill goes on from one."""
+    words = [f"steps={STEPS}", "eval_tokens=0", "run=by-time", "checkpoint.keep=50"]
+    words += ["checkpoint.interval=auto", "checkpoint.minutes=0.0001"]
+    done = start(clone, *words, "stop_after=4", nproc=2)
+    assert done.returncode == FINISHED, done.stdout
+    assert "a kill loses at most about 0 s of work" in done.stdout
+    run = clone / "runs" / "by-time"
+    # The clock is read before a step: the first step may begin too early.
+    assert [step for step, _ in committed(run / "checkpoints")][-3:] == [2, 3, 4]

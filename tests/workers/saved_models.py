@@ -29,7 +29,7 @@ SHAPE = dict(
 )
 
 
-def trained(run, step=3, init_from=None, data=None, **changes):
+def trained(run, step=3, init_from=None, data=None, data_state=None, **changes):
     """A run folder with one checkpoint of a decoder with random weights; the decoder."""
     shape = SHAPE | changes
     model = Decoder(DecoderConfig(**shape, max_position_embeddings=64))
@@ -45,5 +45,6 @@ def trained(run, step=3, init_from=None, data=None, **changes):
         fragments.append(Fragment(name, "exp_avg", box, 0, torch.zeros_like(flat)))
     recipe = {"model": shape, "seq_len": 64, "init_from": init_from, "data": data or {}}
     state = {"step": step, "tokens": 99, "recipe": recipe, "recipe_hash": "abc"}
+    state |= {"data": data_state} if data_state else {}
     assert save(run, step, fragments, state, Alone()).ok
     return model.eval()

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import UserError
 from checkpoint.load import hf_check, hf_folder
@@ -16,6 +17,8 @@ from checkpoint.load.hf_check import check_logits
 from checkpoint.load.hf_folder import FolderWeights
 from checkpoint.load.outside_weights import check_window, weights_from
 from checkpoint.load.weight_rows import check_fit, normal
+from model.attention import inverse_frequencies
+from model.config import Rotary
 
 SIZES = {
     "vocab_size": 400,
@@ -100,6 +103,52 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+LINEAR = {"type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            {
+                "rope_theta": 5e5,
+                "rope_type": "llama3",
+                "rope_factor": 8.0,
+                "rope_low_freq_factor": 1.0,
+                "rope_high_freq_factor": 4.0,
+                "rope_original_max_position_embeddings": 16,
+            },
+        ),
+        ({"rope_scaling": LINEAR}, {"rope_type": "linear", "rope_factor": 4.0}),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 1e6, "factor": 32.0}},
+            {"rope_theta": 1e6, "rope_type": "llama3", "rope_factor": 32.0},
+        ),
+    ],
+)
+def test_scaled_rotary_positions_give_transformers_logits_beyond_the_original_context(
+    family, values, expected, tmp_path
+):
+    """256 positions where the original context has 16, and all frequencies."""
+    weights = weights_from(str(folder_of(tmp_path / "m", family, **values)))
+    assert {name: weights.model[name] for name in expected} == expected
+    check_logits(weights, 2048)
+
+
+def test_frequencies_of_a_long_context_are_those_of_transformers():
+    config = LlamaConfig(
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_parameters=LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 5e5},
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    ours = inverse_frequencies(128, Rotary(5e5, "llama3", 8.0, 1.0, 4.0, 8192), "cpu")
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert 20 < int((ours == inverse_frequencies(128, Rotary(5e5), "cpu")).sum()) < 40
 
 
 @pytest.mark.parametrize(
@@ -197,6 +246,15 @@ def test_a_large_model_is_compared_by_some_layers_and_rows(tmp_path, monkeypatch
         ({"hidden_act": "gelu_new"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"rope_scaling": [4.0]}, "rope_scaling"),
+        ({"rope_theta": "500000"}, "rope_theta='500000'"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 4.0}}, "dynamic"),
+        ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, "quantization_config"),
+        (
+            {"hidden_size": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+            r"hidden size \(36\) is not a multiple",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused_by_its_key(values, key, tmp_path):

@@ -8,7 +8,17 @@ import pytest
 
 from base.errors import UserError
 from checkpoint.save import interval
-from checkpoint.save.interval import FIRST_STEPS, REMEMBERED, Cost, Pace, is_due, young_steps
+from checkpoint.save.interval import (
+    FIRST_STEPS,
+    REMEMBERED,
+    Cost,
+    Pace,
+    Timer,
+    is_due,
+    limit_s,
+    risk,
+    young_steps,
+)
 from recipes.compose import compose
 
 HOUR = 3600.0
@@ -88,14 +98,38 @@ def test_the_first_step_after_a_save_is_not_measured(monkeypatch):
     assert pace.step_s() == 2.0
 
 
-def test_auto_needs_to_know_how_often_the_hardware_fails():
-    with pytest.raises(UserError, match=r"checkpoint\.interval=auto needs .*cluster\.mtbf_hours"):
-        compose("tiny", ["checkpoint.interval=auto"])
+def test_a_run_saves_by_time_unless_the_recipe_says_otherwise():
+    assert compose("1b").recipe.checkpoint.interval == "auto"
     with pytest.raises(UserError, match="give a number of steps, or auto"):
         compose("tiny", ["checkpoint.interval=often"])
     with pytest.raises(UserError, match="must be from 0"):
         compose("tiny", ["checkpoint.interval=-1"])
+    with pytest.raises(UserError, match=r"checkpoint\.minutes=5\.0 has no effect with .*=100"):
+        compose("tiny", ["checkpoint.interval=100", "checkpoint.minutes=5"])
     words = ["checkpoint.interval=auto", "cluster.mtbf_hours=2.8"]
     assert compose("tiny", words).recipe.checkpoint.interval == "auto"
     warned = compose("tiny", [*words, "checkpoint.keep_every=100"]).warnings
     assert any("few saves fall on a multiple" in line for line in warned)
+
+
+def test_at_most_ten_minutes_are_at_risk_where_nothing_is_chosen():
+    assert limit_s("auto", None, None) == 600
+    assert limit_s("auto", 2.5, None) == limit_s("auto", 2.5, 3.0) == 150
+    assert limit_s("auto", None, 3.0) is None  # Young's formula
+    assert limit_s(100, None, None) is limit_s(0, None, None) is None
+    assert risk("auto", None, None).startswith("about 10 min 00 s of work")
+    assert "all work since the start" in risk(0, None, None)
+    assert "the work of 40 steps" in risk(40, None, None)
+    assert "Young" in risk("auto", None, 2.8)
+
+
+def test_the_timer_counts_work_since_the_last_save():
+    now = 0.0
+    timer = Timer(600, lambda: now)
+    now = 599.0
+    assert not timer.is_over()
+    now = 600.0
+    assert timer.is_over()
+    timer.restart()
+    assert not timer.is_over()
+    assert not Timer(None, lambda: now).is_over()

@@ -12,7 +12,7 @@ from ranks import PATIENCE, ROOT
 
 from base.errors import UserError
 from commands.corpus_verify import verify_corpus
-from data.corpus.corpus import open_corpus, read_manifest
+from data.corpus.corpus import BEGIN_SHARED, BEGIN_STORED, open_corpus, read_manifest
 from data.corpus.tokenizer import byte_tokenizer
 from data.foreign.import_checks import ImportSettings
 from data.foreign.importing import import_corpus
@@ -417,3 +417,35 @@ def test_megatron_core_reads_our_files_and_we_read_its(tmp_path):
         assert manifest["dtype"] == dtype
         assert tokens_of(tmp_path / f"c{name}") == [*DOCUMENTS, [1, 2, 3, 0]]
         assert (tmp_path / f"c{name}" / "train-00000.bin").is_symlink()
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize(
+    ("documents", "words", "policy", "begin_id"),
+    [
+        (DOCUMENTS, (), BEGIN_SHARED, 0),  # each ends with the end id
+        ([[900, *one] for one in DOCUMENTS], ("begin_id=900",), BEGIN_STORED, 900),
+        ([[900, 5, 6], [900, 7]], ("begin_id=900",), BEGIN_STORED, 900),  # without end ids
+        ([[900, 5, 0], [7, 0]], ("begin_id=900",), BEGIN_SHARED, 0),  # not all of them
+        ([[5, 6], [7, 0]], (), "none", None),
+    ],
+)
+def test_what_precedes_a_document_is_found_in_the_files(
+    tmp_path, documents, words, policy, begin_id, is_quick
+):
+    prefix = megatron(tmp_path / "in", documents=documents)
+    manifest = bring(prefix, tmp_path / "c", *words, is_quick=is_quick)
+    assert (manifest["begin_policy"], manifest["begin_id"]) == (policy, begin_id)
+    corpus = open_corpus(tmp_path / "c")
+    assert (corpus.begin_id, corpus.is_begin_shared) == (begin_id, policy == BEGIN_SHARED)
+
+
+def test_a_quick_import_with_a_document_that_does_not_end_is_refused_at_its_use(
+    tmp_path, monkeypatch
+):
+    """Its ends are looked at in some documents only: the others are checked as they are used."""
+    documents = [[5, 6, 7, 0], [8, 9, 1, 2], [5, 6, 7, 0], [3, 4, 5, 0]]
+    monkeypatch.setattr("data.foreign.token_files.Foreign.edges.__defaults__", (2,))
+    bring(megatron(tmp_path / "in", documents=documents * 3), tmp_path / "q", is_quick=True)
+    with pytest.raises(UserError, match="expected the end id 0 before a document start"):
+        steps_of(tmp_path / "q")

@@ -18,7 +18,7 @@ from small_corpora import (
 from word_tokenizers import word_tokenizer
 
 from base.errors import UserError
-from data.corpus.corpus import open_corpus, read_manifest
+from data.corpus.corpus import BEGIN_STORED, open_corpus, read_manifest
 from data.corpus.corpus_writer import write_text_corpus
 from data.corpus.documents import Document
 from data.corpus.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
@@ -183,30 +183,84 @@ def test_labels_are_the_next_token_of_the_corpus(tmp_path):
 
 
 def test_isolated_documents_do_not_depend_on_their_neighbours(tmp_path):
-    """Change document A in the window: labels, segments and inputs of B stay; A's change shows."""
+    """Change document A in the window: labels, segments and inputs of B stay; A's change shows.
+
+    B begins with A's end id, which is its first input, so its first token is a target.
+    """
     batches = {}
     for name, first in (("x", 1), ("y", 501)):
         documents = [np.arange(first, first + 7), np.arange(100, 120)]
         write_corpus(tmp_path / name, documents)
         batches[name] = stream_of(tmp_path, {name: 1}, batch=1).step(1, 0, 1, 1).micro_batches[0]
     x, y = batches["x"], batches["y"]
-    assert x.segment_ids[0].tolist() == [0] * 8 + [1] * 8
-    assert x.cu_seqlens[:3].tolist() == [0, 8, 16]
-    assert x.labels[0, 7] == IGNORED  # B's first token is not predicted from A's end
-    assert x.labels[0, 6] == EOD  # but A's end is predicted
-    assert np.array_equal(x.input_ids[0, 8:], y.input_ids[0, 8:])
-    assert np.array_equal(x.labels[0, 7:], y.labels[0, 7:])
-    assert not np.array_equal(x.input_ids[0, :8], y.input_ids[0, :8])
+    assert x.segment_ids[0].tolist() == [0] * 7 + [1] * 9
+    assert x.cu_seqlens[:3].tolist() == [0, 7, 16]
+    assert x.input_ids[0, 7] == EOD
+    assert x.labels[0, 7] == 100  # B's first token is predicted from the end id alone
+    assert x.labels[0, 6] == EOD  # and A's end is predicted
+    assert np.array_equal(x.input_ids[0, 7:], y.input_ids[0, 7:])
+    assert np.array_equal(x.labels[0, 6:], y.labels[0, 6:])
+    assert not np.array_equal(x.input_ids[0, :7], y.input_ids[0, :7])
     across = stream_of(tmp_path, {"x": 1}, batch=1, attend="across").step(1, 0, 1, 1)
     assert across.micro_batches[0].labels[0, 7] == 100
     assert across.num_targets == 16
+
+
+def test_a_corpus_without_begin_tokens_keeps_its_meaning(tmp_path):
+    """Written by an older version: the first token of a document is no target; a note says so."""
+    documents = [np.arange(1, 8), np.arange(100, 120)]
+    manifest = write_corpus(tmp_path / "c", documents)
+    old = {key: value for key, value in manifest.items() if not key.startswith("begin_")}
+    new = stream_of(tmp_path, {"c": 1}, batch=1)
+    assert not [line for line in new.check(1) if "no token precedes" in line]
+    rewrite_manifest(tmp_path / "c", old)
+    stream = stream_of(tmp_path, {"c": 1}, batch=1)
+    data = stream.step(1, 0, 1, 1)
+    batch = data.micro_batches[0]
+    assert batch.segment_ids[0].tolist() == [0] * 8 + [1] * 8
+    assert batch.labels[0, 6:9].tolist() == [EOD, IGNORED, 101]
+    assert data.num_targets == 15
+    (line,) = [line for line in stream.check(1) if "no token precedes" in line]
+    assert "data.sources.c: no token precedes the documents of" in line
+    across = stream_of(tmp_path, {"c": 1}, batch=1, attend="across")
+    assert not [line for line in across.check(1) if "no token precedes" in line]
+
+
+def test_a_stored_begin_token_is_the_first_input_of_its_document_and_no_target(tmp_path):
+    """Documents as [begin, ids, end]: the first id after the begin token is a target."""
+    begin = {"begin_id": 999, "begin_policy": BEGIN_STORED}
+    write_corpus(tmp_path / "c", [[999, *range(1, 7)], [999, *range(100, 120)]], **begin)
+    data = stream_of(tmp_path, {"c": 1}, batch=1).step(1, 0, 1, 1)
+    batch = data.micro_batches[0]
+    assert batch.input_ids[0, 6:10].tolist() == [6, EOD, 999, 100]
+    assert batch.labels[0, 5:10].tolist() == [6, EOD, IGNORED, 100, 101]
+    assert batch.segment_ids[0].tolist() == [0] * 8 + [1] * 8
+    assert data.num_targets == 15
+
+
+def test_sources_that_begin_their_documents_differently_mix(tmp_path):
+    """Each window follows the rule of its own corpus; targets are counted as labels show them."""
+    documents = random_documents(60, 2, 9)
+    write_corpus(tmp_path / "new", documents)
+    manifest = write_corpus(tmp_path / "old", random_documents(60, 2, 9, seed=1))
+    old = {key: value for key, value in manifest.items() if not key.startswith("begin_")}
+    rewrite_manifest(tmp_path / "old", old)
+    stream = stream_of(tmp_path, {"new": 1, "old": 1}, batch=8)
+    for step in range(1, 6):
+        data = stream.step(step, 0, 1, 4)
+        labels = np.concatenate([batch.labels for batch in data.micro_batches])
+        assert data.num_targets == (labels != IGNORED).sum()
+        source, _, rows = stream.whole_batch(data.data_step)
+        is_lost = (labels == IGNORED).any(axis=1)
+        assert (is_lost <= (source == stream.uids.index("old"))).all()
+        assert set(rows.start_is_begun[source[rows.start_row] == 0]) == {True}
 
 
 def test_an_end_id_inside_a_document_is_no_boundary(tmp_path):
     write_corpus(tmp_path / "c", [[5, 6, EOD, 7, 8], counting_document(20, 50)])
     batch = stream_of(tmp_path, {"c": 1}, batch=1).step(1, 0, 1, 1).micro_batches[0]
     assert batch.input_ids[0, :7].tolist() == [5, 6, EOD, 7, 8, EOD, 50]
-    assert batch.segment_ids[0].tolist() == [0] * 6 + [1] * 10
+    assert batch.segment_ids[0].tolist() == [0] * 5 + [1] * 11
 
 
 def test_a_batch_larger_than_the_corpus_goes_on_in_the_next_epoch(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from small_corpora import flip_byte, random_documents, stream_of, write_corpus
 
+from base import jsonl
 from base.errors import UserError
 from commands import audit, audit_diff
 from data.stream.collect import LedgerCollector
@@ -160,7 +161,12 @@ def test_the_verb_confirms_a_record_and_sees_a_change(recorded, capsys):
     ledger = recorded / "one" / "ledger" / "steps.jsonl"
     lines = ledger.read_text().splitlines()
     hash_ = lines[6].split('"batch_hash": "')[1][:16]
-    lines[6] = lines[6].replace(hash_, "0" * 16)
+    changed = lines[6].replace(hash_, "0" * 16)
+    ledger.write_text("\n".join([*lines[:6], changed, *lines[7:]]) + "\n")
+    assert audit.main(["one"]) == 1  # a line that was edited: its digest tells
+    assert "left out" in capsys.readouterr().out
+    fields = jsonl.decode(lines[6].encode()) | {"batch_hash": "0" * 16}
+    lines[6] = jsonl.encode(fields).decode().rstrip("\n")
     ledger.write_text("\n".join(lines) + "\n")
     assert audit.main(["one", "--every", "2"]) == 1
     assert f"step 7: rebuilt {hash_}, recorded {'0' * 16}" in capsys.readouterr().out

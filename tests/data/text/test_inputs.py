@@ -95,3 +95,21 @@ def test_a_held_out_file_may_hold_integers_of_any_length_and_no_endless_nesting(
     write_files(tmp_path, {"deep": '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}\n"})
     with pytest.raises(UserError, match="deep:1: is neither JSON nor an id"):
         build(tmp_path / "x.jsonl", tmp_path / "d", "id=id", f"held_out={tmp_path / 'deep'}")
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".bz2"])
+@pytest.mark.parametrize("zeros", [0, 4, 3 << 20])
+def test_every_stream_of_a_packed_file_is_read_and_nothing_behind_one_is_passed_over(
+    tmp_path, suffix, zeros
+):
+    """Library readers end in silence at zeros or rubbish behind a stream, and lose the rest."""
+    pack, half = PACKERS[suffix], json_lines(GOOD[:20])
+    packed = pack(half) + bytes(zeros) + pack(json_lines(GOOD[20:])) + bytes(zeros)
+    write_files(tmp_path, {f"x.jsonl{suffix}": packed})
+    build(tmp_path / f"x.jsonl{suffix}", tmp_path / "c")
+    assert texts_of(tmp_path / "c") == GOOD
+    for number, rest in enumerate((b"rest", packed[:3], pack(half)[:-20])):
+        name = f"{number}.jsonl{suffix}"
+        write_files(tmp_path, {name: pack(half) + bytes(zeros) + rest})
+        with pytest.raises(UserError, match=rf"{name}: cannot be read to its end"):
+            build(tmp_path / name, tmp_path / f"d{number}")

@@ -13,7 +13,7 @@ from text_inputs import GOOD, build, gzipped, json_lines, texts_of, write_files,
 from word_tokenizers import word_tokenizer
 
 from base.errors import UserError
-from data.corpus.corpus import open_corpus, read_manifest
+from data.corpus.corpus import BEGIN_STORED, open_corpus, read_manifest
 from data.corpus.tokenizer import byte_tokenizer, load_tokenizer, open_tokenizer
 from data.text import reading, unit, unit_plan
 from data.text.encoding import Encoder
@@ -499,7 +499,7 @@ def test_begin_tokens_are_put_where_asked_and_refused_where_there_is_none(tmp_pa
     manifest = build(source, tmp_path / "c", "bos=true", tokenizer=load_tokenizer(folder))
     split = open_corpus(tmp_path / "c").splits["train"]
     assert split.read(np.array([0]), 6)[0].tolist() == [3, 1, 4, 3, 2, 4]
-    assert manifest["bos_policy"] == "prepend"
+    assert (manifest["begin_id"], manifest["begin_policy"]) == (3, BEGIN_STORED)
     none = word_tokenizer(tmp_path / "n", ["[UNK]", "cat"])
     with pytest.raises(UserError, match="has no end token"):
         open_tokenizer(str(none))

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import PATIENCE, ROOT
 from scripted_cards import script
@@ -18,6 +19,7 @@ from commands import pretrain
 from launch.hosts import facts, network
 from launch.hosts.own_gpus import ranks_of_gpus
 from recipes.compose import compose
+from recipes.composed_file import Composed
 
 
 def test_every_file_that_can_change_a_run_counts_and_tests_do_not():
@@ -55,7 +57,7 @@ def test_a_start_on_this_machine_refuses_an_ailing_card_of_its_ranks(tmp_path, m
     monkeypatch.setattr(pretrain, "ROOT", tmp_path)
     monkeypatch.setattr(pretrain, "check", lambda recipe, ranks: 0.0)
     with pytest.raises(UserError, match=r"GPU 1: a memory row waits for a reset.*reset the GPU"):
-        pretrain.start_here(recipe, ["recipe=tiny"], 2, once=False)
+        pretrain.start_here(Composed(recipe, {}, [], Path()), 2, once=False)
     assert not (tmp_path / "runs").exists()
 
 
@@ -65,14 +67,14 @@ def test_a_start_on_this_machine_takes_all_gpus_and_reports_idle_ones(
     show_cards(tmp_path, monkeypatch, *([{}] * 8))
     tiny = compose("tiny", []).recipe
     assert ranks_of_gpus(tiny) == 4
-    pretrain.RunHere(tiny, [], 4, None, is_given=False).prepare(None)
+    pretrain.RunHere(tiny, "", 4, None, is_given=False).prepare(None)
     shown = capsys.readouterr().out
     assert shown.startswith("4 of 8 GPUs are used, 4 idle: batch_tokens=2048 is not a multiple of")
-    pretrain.RunHere(tiny, [], 2, None, is_given=True).prepare(None)
+    pretrain.RunHere(tiny, "", 2, None, is_given=True).prepare(None)
     assert capsys.readouterr().out == "2 of 8 GPUs are used, 6 idle (NPROC=8 uses all)\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert ranks_of_gpus(tiny) == 2
-    pretrain.RunHere(tiny, [], 2, None, is_given=False).prepare(None)
+    pretrain.RunHere(tiny, "", 2, None, is_given=False).prepare(None)
     assert capsys.readouterr().out == ""
 
 
@@ -147,6 +149,32 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     assert gloo.startswith("GLOO_SOCKET_IFNAME=lo,none0, but the interfaces are ")
     assert nccl.startswith("NCCL_SOCKET_IFNAME==l, but")
     assert network.missing_interfaces(environ, False) == [gloo]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", []),
+        ("^lo", ["eth0", "eth1"]),
+        ("^=eth0,lo", ["eth1"]),
+        ("^lo,eth", []),
+        ("ib", []),
+    ],
+)
+def test_interfaces_are_read_as_nccl_reads_them(wanted, left):
+    assert network.nccl_interfaces(wanted, ["eth0", "eth1", "lo"]) == left
+
+
+def test_what_only_nccl_understands_is_told_apart_from_a_missing_name():
+    [line] = network.missing_interfaces({"GLOO_SOCKET_IFNAME": "^lo"}, False)
+    assert line.startswith(
+        "GLOO_SOCKET_IFNAME=^lo (`^` and `=` are NCCL's), but the interfaces are"
+    )
+    assert network.missing_interfaces({"NCCL_SOCKET_IFNAME": "^none0"}, True) == []
+    every = ",".join(psutil.net_if_stats())
+    assert len(network.missing_interfaces({"NCCL_SOCKET_IFNAME": f"^{every}"}, True)) == 1
 
 
 def test_a_caller_with_the_token_is_answered_and_others_are_not():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from recipes.schema import Optim
+from recipes.schema import OPTIMIZERS, Optim
+from runtime.ds_config.state_bytes import state_bytes
 from runtime.engine.optimizer import build_optimizer, parameter_groups
 
 
@@ -25,6 +27,32 @@ def test_a_parameter_partitioned_by_zero_3_is_judged_by_its_full_shape():
     empty.ds_shape = torch.Size((8, 4))
     (group,) = parameter_groups([("weight", empty)], 0.1)
     assert group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_the_bytes_that_it_declares(name):
+    model = nn.Linear(64, 33)
+    optimizer = build_optimizer(model.named_parameters(), Optim(lr=0.5, name=name))
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    kept = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value) and value.numel() > 1  # a step count is no state of a parameter
+    ]
+    size = sum(value.numel() * value.element_size() for value in kept)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert size == OPTIMIZERS[name] * parameters
+    assert Optim(lr=0.5, name=name).checkpoint_bytes * parameters == size + 4 * parameters
+    assert state_bytes(1, "bf16", "fp32", True, True, 8, False, name)["moments"] == (
+        OPTIMIZERS[name] / 8
+    )
+
+
+def test_an_optimizer_that_declares_no_state_is_never_counted_as_none():
+    with pytest.raises(KeyError):
+        state_bytes(1, "bf16", "fp32", True, True, 8, False, "adafactor")
 
 
 def test_optimizers_take_the_recipes_numbers():
