@@ -31,4 +31,7 @@ stop.py                    asks a run to save and end, and waits until it has
 tensorboard.py             TensorBoard on all runs, or on one run or comparison
 tokenizer.py               train a byte-level BPE tokenizer
 verify.py                  read every byte of checkpoints and compare digests
+budget.py             compute-optimal size and tokens for GPU-hours, money or days
+plan.py               the best layouts for a recipe on a cluster, ranked and explained
+plan_check.py         the predictions of the planner beside published runs
 """

@@ -12,7 +12,7 @@ replay_segments.py     the starts that train a recorded run again, one after the
 report.py              the report as Markdown, and its main table for the terminal
 results.py             reads the records of the runs and computes what is compared
 runner.py              checks all variants, then starts their runs one after the other
-tensorboard_names.py   links short names to the runs that TensorBoard shows
+tensorboard_names.py   short names of the curves that TensorBoard shows
 tensorboard_pages.py   writes a comparison as TensorBoard runs, one for each variant
 variants.py            the variants of a sweep, the names of their runs and their order
 """

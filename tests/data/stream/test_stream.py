@@ -1,11 +1,7 @@
 """The stream: one global batch per step in any layout, and what is refused before step 1."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from ranks import PATIENCE
 from small_corpora import (
     EOD,
     counting_document,
@@ -496,9 +492,3 @@ def test_a_flipped_byte_stops_the_first_step_that_touches_it(tmp_path):
     with stream.prefetch(1, 5, 0, 1, 8) as items:
         with pytest.raises(UserError, match=r"train-00000.bin: bytes 0 to 1802 have xxh3"):
             next(items)
-
-
-def test_the_loader_needs_no_torch():
-    modules = "data.stream.stream, data.stream.ledger, data.corpus.build"
-    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60 * PATIENCE)
