@@ -248,11 +248,15 @@ class LocalRanks:
         self._logs.flush(name)  # the run's folder may have come since the last line
         if rank.is_abandoned:
             return
-        end = self._end_of(rank, status, tuple(rank.last))
-        self._listener.ended(end)
-        with self._changed:
-            self._ends.append(end)
-            self._changed.notify()
+        after_s = time.monotonic() - self._started
+        end = RankEnd(rank.rank, status, after_s, was_stopped=rank.was_stopped)
+        try:  # a fault of this code must not leave `wait` without the end of a rank
+            end = self._end_of(rank, status, tuple(rank.last))
+            self._listener.ended(end)
+        finally:
+            with self._changed:
+                self._ends.append(end)
+                self._changed.notify()
 
     def _end_of(self, rank: RankProcess, status: int, last: tuple[str, ...]) -> RankEnd:
         """How a rank ended, with what is known of its last moments."""

@@ -24,9 +24,8 @@ def refused(*overrides: str, recipe_name: str = "tiny") -> list[str]:
 
 def only(*overrides: str, recipe_name: str = "tiny") -> str:
     """The single problem of a refused recipe."""
-    problems = refused(*overrides, recipe_name=recipe_name)
-    assert len(problems) == 1, problems
-    return problems[0]
+    (problem,) = refused(*overrides, recipe_name=recipe_name)
+    return problem
 
 
 def test_a_value_override_needs_no_plus_and_knows_where_it_came_from():

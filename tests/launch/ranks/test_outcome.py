@@ -135,3 +135,13 @@ def test_an_end_arrives_from_another_host_as_it_was():
     assert end_of(said, "b", 4, 2.0) == end
     limits = Watch(step_s=7)
     assert Watch(**json.loads(json.dumps(dataclasses.asdict(limits)))) == limits
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_in_the_description_of_an_end_leaves_no_launcher_waiting(tmp_path, monkeypatch):
+    """The thread that follows a rank dies of it; the end must be counted all the same."""
+    monkeypatch.setattr("launch.ranks.ranks.failure_in", lambda last: 1 / 0)
+    code = "import sys; sys.exit(3)"
+    ranks = start_ranks([sys.executable, "-c", code], [{"RANK": "0"}], tmp_path)
+    (end,) = ranks.wait()
+    assert (end.rank, end.status) == (0, 3)
