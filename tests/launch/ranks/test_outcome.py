@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 
+import pytest
+
 from launch.ranks.outcome import cause_of, exit_status, explain, first_failure, last_words
 from launch.ranks.ranks import start_ranks
 from launch.ranks.run_logs import RunLogs
