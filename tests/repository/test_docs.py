@@ -82,7 +82,7 @@ def test_messages_that_the_troubleshooting_page_explains_are_the_programs():
         "cannot be reached over any of",
         "is in use by another",
         "ranks did not come within",
-        "attempts in a row added no step and no checkpoint",
+        "in a row added no step and no checkpoint",
         "not fit, and no spare is left",
         "nothing was heard of it for",
     ):
