@@ -124,9 +124,13 @@ class DecoderConfig(PretrainedConfig):
     @property
     def rotary(self) -> Rotary:
         """Rotary base and scaling."""
-        names = Rotary._fields[2:]
         return Rotary(
-            self.rope_theta, self.rope_type, *(getattr(self, f"rope_{name}") for name in names)
+            self.rope_theta,
+            self.rope_type,
+            self.rope_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_max_position_embeddings,
         )
 
 

@@ -16,8 +16,8 @@ from recipes.output_knobs import Log
 from recipes.schema import Cluster, Data, Model, Optim, Parallel, Recipe, Source, Watch
 
 CODE = (
-    "data", "model", "parallel", "checkpoint", "record", "runtime", "launch", "compare", "commands",
-    "pretrain.py",
+    "data", "model", "parallel", "checkpoint", "record", "runtime", "plan", "launch", "compare",
+    "commands", "pretrain.py",
 )  # fmt: skip
 CLASSES = (Recipe, Model, Data, Source, Optim, Health, Alerts, Cluster, Parallel, Log, Watch)
 

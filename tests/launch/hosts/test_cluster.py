@@ -190,7 +190,9 @@ def test_slots_are_numbers_within_what_a_host_shows():
     assert among([0, 2], None) == ["0", "2"]
     assert among([0, 2], "4, 5,GPU-6f") == ["4", "GPU-6f"]
     assert among([0, 2], "") == [""]
-    with pytest.raises(UserError, match=r"slot 2 .* does not exist: 2 GPUs in CUDA_VISIBLE_DEVICES=4,5"):
+    with pytest.raises(
+        UserError, match=r"slot 2 .* does not exist: 2 GPUs in CUDA_VISIBLE_DEVICES=4,5"
+    ):
         among([0, 2], "4,5")
 
 
