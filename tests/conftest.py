@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def short_documents(tmp_path_factory) -> Path:
     """See `write_short_documents`."""
     return write_short_documents(tmp_path_factory.mktemp("corpora") / "short")
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """No test leaves variables to the next one: a RANK left behind makes the next run wait."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
