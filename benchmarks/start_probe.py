@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -81,13 +82,13 @@ def launcher(timeline: Timeline, arguments: list[str]) -> int:
 
     timeline.mark("launcher: imports")
 
-    def command_of(arguments: list[str]) -> list[str]:
-        timeline.mark("launcher: compose and check")
+    def start_here(*_: object) -> int:
+        timeline.mark("launcher: compose")
         timeline.save()
         module = ["-m", "benchmarks.start_probe", "run", str(timeline.out)]
-        return [sys.executable, *module, *arguments]
+        return os.execv(sys.executable, [sys.executable, *module, *arguments])
 
-    pretrain.command_of = command_of
+    pretrain.start_here = start_here
     return pretrain.main(["--nproc", "1", "--", *arguments])
 
 

@@ -240,7 +240,7 @@ def test_every_function_that_the_start_benchmark_times_exists():
     for module, name, _ in PROBED:
         owner, attribute = find(module, name)
         assert callable(getattr(owner, attribute)), f"{module}.{name}"
-    for module, name in (("commands.pretrain", "command_of"), ("pretrain", "build")):
+    for module, name in (("commands.pretrain", "start_here"), ("pretrain", "build")):
         find(module, name)
 
 

@@ -192,7 +192,7 @@ def test_bounds_that_fit_are_taken():
         ("[2]", 1, "no effect with parallel.pipeline=1"),
         ("[2,2,3]", 4, "must be block numbers from 1 that increase"),
         ("[0]", 2, "must be block numbers from 1 that increase"),
-        ("half", 2, "is not a list of block numbers"),
+        ("half", 2, "a list has brackets; write parallel.bounds=[half]"),
     ],
 )
 def test_bounds_that_do_not_fit_are_refused_with_those_that_do(given, stages, words):

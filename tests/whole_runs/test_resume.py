@@ -27,7 +27,7 @@ from record.records import read_events, read_metrics
 STEPS = 14
 # The sequence length is warmed up on the way, so every attempt begins or ends in it.
 SHORT = [
-    f"steps={STEPS}", "checkpoint.interval=3", "eval_tokens=0",
+    f"steps={STEPS}", "checkpoint.interval=3", "checkpoint.keep=3", "eval_tokens=0",
     "seq_len_warmup=[[0,16],[5,32],[10,64]]",
 ]  # fmt: skip
 FINISHED, REFUSED = 0, 93

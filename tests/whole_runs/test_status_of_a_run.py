@@ -43,7 +43,12 @@ def until(ready, what: str) -> None:
 
 def process_of(run: Path, rank: int) -> int:
     """Process of a rank in the newest attempt, from its log."""
-    text = (run / "logs" / f"rank-{rank:05d}.log").read_text()
+    path = run / "logs" / f"rank-{rank:05d}.log"
+    deadline = time.monotonic() + 60 * PATIENCE
+    while not path.is_file():  # the launcher writes it with the next flush of its logs
+        assert time.monotonic() < deadline, path
+        time.sleep(0.1)
+    text = path.read_text()
     heads = [line for line in text.splitlines() if line.startswith(f"== rank {rank}, process ")]
     return int(heads[-1].split("process ")[1].split(",")[0])
 
