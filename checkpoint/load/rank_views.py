@@ -13,6 +13,7 @@ checkpoints aside, one after the other. Every function here is a collective. Uni
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from base.errors import Shared
 from base.values import counted
 from checkpoint.comm import Comm
-from checkpoint.format.manifest import all_committed
+from checkpoint.format.manifest import NAME, all_committed
 
 # Before each new look: network file systems show new names late.
 PAUSES_S = (1, 4, 15)
@@ -144,12 +145,21 @@ def same_listing(comm: Comm, checkpoints: Path) -> None:
             return
         # A listing may lag behind files that can be opened by name.
         first = views[0][1]
-        is_same = set(names) <= set(first) and all((checkpoints / n).is_dir() for n in first)
+        is_same = set(names) <= set(first) and all(_opens(checkpoints / n) for n in first)
         if all(comm.exchange(is_same, "checkpoints by name")):
             return
         if pause_s is not None:
             time.sleep(pause_s)
     raise Shared(*different_listings(views, checkpoints))
+
+
+def _opens(folder: Path) -> bool:
+    """Whether the manifest of a checkpoint can be opened by its name."""
+    try:
+        os.close(os.open(folder / NAME, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 def different_listings(views: Sequence[tuple[str, list[str]]], checkpoints: Path) -> list[str]:
