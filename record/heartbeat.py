@@ -1,14 +1,16 @@
 """The heartbeat of a rank: one small file, rewritten in place, that says what the rank is doing.
 
     start -> load -> step <-> evaluate, save -> end        phases
-    "<rank> <phase> <step> <monotonic s> <parts>"          the line, padded to one length
+    "<rank> <phase> <step> <monotonic s> <parts> <steps> <part s>"   the line, of one length
 
 Rule: a beat is one system call of the thread that trains, and no other thread beats for it. A rank
 that hangs, also one that is stuck in C and holds the interpreter's lock, stops beating, and
 launch.ranks.watchdog notices. SIGUSR2 writes the stacks of all threads into a file beside the beat;
 this works without the interpreter's lock.
 
-Imports no torch. Units: seconds. `parts` = micro-batches of the step; its time grows with them.
+Imports no torch. Units: seconds. `parts` = micro-batches of the step, because its time grows with
+them. `steps` = steps begun in this attempt, and `part s` = seconds per micro-batch of the last
+whole step: a reader that looks rarely still knows how many steps there were and how long one takes.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Heart:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._rank, self._phase, self._step, self._parts = 0, "start", 0, 1
+        self._steps, self._part_s = 0, 0.0
         self._file: int | None = None
         self._shown: int | None = None
         self._shown_phase, self._shown_at = "", float("-inf")
@@ -81,12 +84,17 @@ class Heart:
     def beat(self, phase: str, step: int | None = None, parts: int | None = None) -> None:
         """Record that this rank is in `phase`; step and parts stay as they are if not given."""
         if step is not None and step != self._step:
-            self._step_began, self._micro_batch = self._now(), 0
+            now = self._now()
+            if self._steps:
+                self._part_s = (now - self._step_began) / self._parts
+            self._steps += phase == "step"
+            self._step_began, self._micro_batch = now, 0
         self._phase = phase
         self._step = self._step if step is None else step
         self._parts = self._parts if parts is None else parts
         if self._file is not None:
             line = f"{self._rank} {phase} {self._step} {self._now():.3f} {self._parts}"
+            line += f" {self._steps} {self._part_s:.6f}"
             with contextlib.suppress(OSError):  # a lost beat must not end the run
                 os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
         if self._shown is not None:

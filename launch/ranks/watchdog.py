@@ -52,12 +52,18 @@ SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most s
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of a rank. `at` is on its own clock."""
+    """The last sign of life of a rank. `at` is on its own clock.
+
+    `steps` = steps that the rank has begun in this attempt; `part_s` = seconds that each
+    micro-batch of its last whole step took, 0 before there is one.
+    """
 
     phase: str = "start"
     step: int = 0
     at: float = 0.0
     parts: int = 1
+    steps: int = 0
+    part_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,11 @@ class BeatHistory:
     beat: Beat = Beat()
     silent_s: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    steps: int = 0  # that this attempt has begun
 
     def hear(self, beat: Beat) -> None:
-        """Take another beat."""
-        passed = beat.step - self.beat.step
-        if self.beat.phase == beat.phase == "step" and self.beat.step and passed > 0:
-            self.durations.append((beat.at - self.beat.at) / passed / self.beat.parts)
-        if beat.phase == "step":
-            self.steps += passed if self.beat.phase == "step" else bool(passed)
+        """Take another beat; of several steps between two looks only the last is timed."""
+        if beat.steps > self.beat.steps and beat.part_s:
+            self.durations.append(beat.part_s)
         self.beat, self.silent_s = beat, 0.0
 
     def limit_s(self, limits: Watch) -> float:
@@ -122,7 +124,7 @@ class BeatHistory:
             }[self.beat.phase]
         if limits.step_s == 0:
             return 0
-        if self.steps <= FIRST_STEPS or not self.durations:
+        if self.beat.steps <= FIRST_STEPS or not self.durations:
             return max(limits.start_s, limits.step_s) if limits.start_s else 0
         usual = statistics.median(self.durations) * self.beat.parts
         return max(limits.step_s, limits.step_factor * usual)
@@ -138,7 +140,7 @@ class Watchdog:
         self.folder = Path(tempfile.mkdtemp(prefix="pretrain-beats-"))  # mode 0700
         self.heard = {rank: BeatHistory() for rank in ranks}
         for rank in ranks:  # whole from the start: a beat later needs no space on a full disk
-            self._path(rank, "beat").write_text(f"{f'{rank} start 0 0 1':<79}\n")
+            self._path(rank, "beat").write_text(f"{f'{rank} start 0 0 1 0 0':<79}\n")
 
     def environment(self) -> dict[str, str]:
         """The variables that the ranks need."""
@@ -229,8 +231,8 @@ class Watchdog:
 def read_beat(path: Path) -> Beat | None:
     """The beat in a file; None where there is no complete one."""
     try:
-        _rank, phase, step, at, parts = path.read_text().split()
-        return Beat(phase, int(step), float(at), max(1, int(parts)))
+        _rank, phase, step, at, parts, steps, part_s = path.read_text().split()
+        return Beat(phase, int(step), float(at), max(1, int(parts)), int(steps), float(part_s))
     except (OSError, ValueError):
         return None
 

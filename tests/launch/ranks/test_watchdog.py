@@ -18,7 +18,7 @@ from ranks import PATIENCE, ROOT, environment
 from launch.ranks.outcome import cause_of, exit_status, explain
 from launch.ranks.ranks import start_ranks
 from launch.ranks.run_logs import RunLogs
-from launch.ranks.watchdog import Beat, BeatHistory, Watchdog, frames_of, read_beat, waits
+from launch.ranks.watchdog import Beat, Watchdog, frames_of, read_beat, waits
 from recipes.schema import Watch
 from record.heartbeat import Heart
 
@@ -161,7 +161,7 @@ def test_a_beat_that_is_no_whole_line_is_passed_over(tmp_path, watched):
     run = watched(1)
     run.train(1, 5, step_s=1)
     path = run.dog.folder / "rank-00000.beat"
-    for torn in ("", "0 step", "0 step x 1.0 1", "\0\0"):
+    for torn in ("", "0 step", "0 step x 1.0 1 1 0.5", "\0\0"):
         path.write_text(torn)
         assert read_beat(path) is None
         assert run.look() is None
@@ -178,7 +178,7 @@ def test_a_rank_beats_in_place_and_without_a_listener_not_at_all(tmp_path):
     file = tmp_path / "rank-00003.beat"
     first = os.stat(file)
     heart.beat("step", 1234567, 64)
-    assert read_beat(file) == Beat("step", 1234567, 5.0, 64)
+    assert read_beat(file) == Beat("step", 1234567, 5.0, 64, 1, 0.0)
     assert (os.stat(file).st_ino, os.stat(file).st_size) == (first.st_ino, first.st_size)
     heart.begin({"PRETRAIN_BEATS": str(tmp_path / "gone"), "RANK": "3"})
 
@@ -215,13 +215,17 @@ def test_who_waits_in_a_collective_is_known_by_the_main_threads_stack():
     assert not waits("")
 
 
-def test_several_beats_between_two_looks_count_as_their_steps():
-    heard = BeatHistory()
-    heard.hear(Beat("step", 500, 10.0, 2))
-    assert heard.steps == 1  # of this attempt, which went on from step 499
-    heard.hear(Beat("step", 510, 30.0, 2))
-    assert heard.steps == 11
-    assert list(heard.durations) == [1.0]  # seconds of a micro-batch
+def test_steps_that_no_look_saw_count_all_the_same(watched):
+    """Steps of 20 ms, a look each 0.5 s: a hang in step 33 has the limit of a step, not a start."""
+    run = watched(1)
+    for step in range(500, 533):  # this attempt goes on from step 499
+        run.beat("step", step, 2)
+        run.now += 0.02
+    run.look()
+    heard = run.dog.heard[0]
+    assert heard.beat.steps == 33
+    assert list(heard.durations) == [pytest.approx(0.01)]  # seconds of a micro-batch
+    assert run.look(12).limit_s == 10
 
 
 def hang(folder: Path, how: str, phase: str):
