@@ -10,7 +10,8 @@ this works without the interpreter's lock.
 
 Imports no torch. Units: seconds. `parts` = micro-batches of the step, because its time grows with
 them. `steps` = steps begun in this attempt, and `part s` = seconds per micro-batch of the last
-whole step: a reader that looks rarely still knows how many steps there were and how long one takes.
+whole step, without its evaluations and saves: a reader that looks rarely still knows how many steps
+there were and how long one takes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,36 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
+class Beat:
+    """A sign of life of a rank, as it stands in the file. `at` is on the rank's own clock.
+
+    `steps` = steps that the rank has begun in this attempt; `part_s` = seconds that each
+    micro-batch of its last whole step took, 0 before there is one.
+    """
+
+    phase: str = "start"
+    step: int = 0
+    at: float = 0.0
+    parts: int = 1
+    steps: int = 0
+    part_s: float = 0.0
+
+    def line(self, rank: int) -> str:
+        """The line of the file: always of one length, so that a beat needs no space on a disk."""
+        text = f"{rank} {self.phase} {self.step} {self.at:.3f} {self.parts}"
+        return f"{f'{text} {self.steps} {self.part_s:.6f}':<{LENGTH - 1}}\n"
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The beat in a file; None where there is no complete one."""
+    try:
+        _rank, phase, step, at, parts, steps, part_s = path.read_text().split()
+        return Beat(phase, int(step), float(at), max(1, int(parts)), int(steps), float(part_s))
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
 class Doing:
     """What a rank does now. `part` = a phase of the loop's clock; `step_s` since the step began."""
 
@@ -59,6 +90,7 @@ class Heart:
         self._now = now
         self._rank, self._phase, self._step, self._parts = 0, "start", 0, 1
         self._steps, self._part_s = 0, 0.0
+        self._trained_s, self._beat_at = 0.0, now()  # of this step, in the phase "step" alone
         self._file: int | None = None
         self._shown: int | None = None
         self._shown_phase, self._shown_at = "", float("-inf")
@@ -83,20 +115,21 @@ class Heart:
 
     def beat(self, phase: str, step: int | None = None, parts: int | None = None) -> None:
         """Record that this rank is in `phase`; step and parts stay as they are if not given."""
+        now = self._now()
+        if self._phase == "step":
+            self._trained_s += now - self._beat_at
+        self._beat_at = now
         if step is not None and step != self._step:
-            now = self._now()
-            if self._steps:
-                self._part_s = (now - self._step_began) / self._parts
+            self._part_s, self._trained_s = self._trained_s / self._parts, 0.0
             self._steps += phase == "step"
             self._step_began, self._micro_batch = now, 0
         self._phase = phase
         self._step = self._step if step is None else step
         self._parts = self._parts if parts is None else parts
         if self._file is not None:
-            line = f"{self._rank} {phase} {self._step} {self._now():.3f} {self._parts}"
-            line += f" {self._steps} {self._part_s:.6f}"
+            beat = Beat(phase, self._step, now, self._parts, self._steps, self._part_s)
             with contextlib.suppress(OSError):  # a lost beat must not end the run
-                os.pwrite(self._file, f"{line:<{LENGTH - 1}}\n".encode(), 0)
+                os.pwrite(self._file, beat.line(self._rank).encode(), 0)
         if self._shown is not None:
             self._show()
 

@@ -32,7 +32,7 @@ from typing import Any
 from base.run_variables import BEATS
 from recipes.schema import Watch
 from record.failure import Failure, read_failure
-from record.heartbeat import FAILURE
+from record.heartbeat import FAILURE, Beat, read_beat
 
 LOOK_S = 0.5
 # Between two looks more than this did not pass for a watch that was running.
@@ -48,22 +48,6 @@ WAITS_IN = re.compile(
 )
 FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 SHOWN_FRAMES = 8  # of the innermost ones; a collective is called from at most so deep
-
-
-@dataclass(frozen=True)
-class Beat:
-    """The last sign of life of a rank. `at` is on its own clock.
-
-    `steps` = steps that the rank has begun in this attempt; `part_s` = seconds that each
-    micro-batch of its last whole step took, 0 before there is one.
-    """
-
-    phase: str = "start"
-    step: int = 0
-    at: float = 0.0
-    parts: int = 1
-    steps: int = 0
-    part_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,7 @@ class Watchdog:
         self.folder = Path(tempfile.mkdtemp(prefix="pretrain-beats-"))  # mode 0700
         self.heard = {rank: BeatHistory() for rank in ranks}
         for rank in ranks:  # whole from the start: a beat later needs no space on a full disk
-            self._path(rank, "beat").write_text(f"{f'{rank} start 0 0 1 0 0':<79}\n")
+            self._path(rank, "beat").write_text(Beat().line(rank))
 
     def environment(self) -> dict[str, str]:
         """The variables that the ranks need."""
@@ -226,15 +210,6 @@ class Watchdog:
 
     def _path(self, rank: int, kind: str) -> Path:
         return self.folder / f"rank-{rank:05d}.{kind}"
-
-
-def read_beat(path: Path) -> Beat | None:
-    """The beat in a file; None where there is no complete one."""
-    try:
-        _rank, phase, step, at, parts, steps, part_s = path.read_text().split()
-        return Beat(phase, int(step), float(at), max(1, int(parts)), int(steps), float(part_s))
-    except (OSError, ValueError):
-        return None
 
 
 def frames_of(stacks: str) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from launch.ranks import inquiry
 from launch.ranks.outcome import cause_of, exit_status, explain, first_failure
 from launch.ranks.screen import Screen
 from launch.ranks.start import catch_signals, live_across, order_of
-from launch.ranks.watchdog import Beat, Hung, waits
+from launch.ranks.watchdog import Hung, waits
 from recipes.schema import Watch
+from record.heartbeat import Beat
 
 # The names of this machine are two hosts; rank 1 is on the second.
 HOSTS = [Host("localhost", 1), Host("127.0.0.1", 1)]

@@ -18,9 +18,9 @@ from ranks import PATIENCE, ROOT, environment
 from launch.ranks.outcome import cause_of, exit_status, explain
 from launch.ranks.ranks import start_ranks
 from launch.ranks.run_logs import RunLogs
-from launch.ranks.watchdog import Beat, Watchdog, frames_of, read_beat, waits
+from launch.ranks.watchdog import Watchdog, frames_of, waits
 from recipes.schema import Watch
-from record.heartbeat import Heart
+from record.heartbeat import Beat, Heart, read_beat
 
 LIMITS = Watch(start_s=100, load_s=50, step_s=10, step_factor=5, evaluate_s=40, save_s=60, end_s=20)
 # Each way to hang and each phase; all 25 pairs behave alike.
@@ -225,6 +225,21 @@ def test_steps_that_no_look_saw_count_all_the_same(watched):
     heard = run.dog.heard[0]
     assert heard.beat.steps == 33
     assert list(heard.durations) == [pytest.approx(0.01)]  # seconds of a micro-batch
+    assert run.look(12).limit_s == 10
+
+
+def test_evaluations_and_saves_do_not_make_a_step_longer(watched):
+    """Each step of 1 s is followed by an evaluation of 30 s; step 21 then hangs."""
+    run = watched(1)
+    for step in range(1, 21):
+        run.beat("step", step, 2)
+        assert run.look(1) is None
+        run.beat("evaluate")
+        assert run.look(30) is None
+        run.beat("step")
+    run.beat("step", 21)
+    run.look()
+    assert list(run.dog.heard[0].durations) == [pytest.approx(0.5)] * 20
     assert run.look(12).limit_s == 10
 
 
