@@ -101,7 +101,7 @@ class LedgerCollector:
                 is_update=data.is_update,
                 masked=data.num_masked,
                 quarantined=data.quarantined,
-                length=data.length if data.is_sharded else None,
+                length=data.length if data.is_shortened else None,
                 skips=self._skips,
             )
 

@@ -75,7 +75,7 @@ class StepData:
     places: int = 0  # xxh3-64 of source and first token of each sample of the global batch
 
     @property
-    def is_sharded(self) -> bool:
+    def is_shortened(self) -> bool:
         """True where the model sees less than a whole sequence at once."""
         first, end = self.sample_range
         return self.length * (end - first) < self.num_tokens

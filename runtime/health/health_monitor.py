@@ -86,7 +86,7 @@ class HealthMonitor:
         Losses and norms are compared only between steps of one regime.
         """
         weights = (f"{uid}={s.weight_at(data.data_step):g}" for uid, s in self._sources.items())
-        cut = f" cut to {data.length}" if data.is_sharded else ""
+        cut = f" cut to {data.length}" if data.is_shortened else ""
         return f"{self._sequences_at(data.data_step + 1)} x {' '.join(weights)}{cut}"
 
 

@@ -434,7 +434,8 @@ def test_weights_that_do_not_fit_are_named_but_not_by_the_hundred(tmp_path):
     with pytest.raises(UserError) as caught:
         check_names(weights, config)
     assert len(caught.value.problems) == 21
-    assert caught.value.problems[-1].endswith("in the decoder")  # never "and 1 more"
+    last = f"model.norm.weight: (32,) in {weights.label}, (64,) in the decoder"
+    assert caught.value.problems[-1] == last  # never "and 1 more"
 
 
 def test_a_mistral_folder_without_a_short_window_is_read(tmp_path):

@@ -132,7 +132,7 @@ def test_a_warm_up_of_the_sequence_length_moves_nothing(root):
             for rank in range(data_size):
                 one, two = (s.step(step, rank, data_size, 2) for s in (plain, warm))
                 length = 4 if two.data_step < 3 else 8 if two.data_step < 9 else 16
-                assert (two.length, two.is_sharded) == (length, length < 16)
+                assert (two.length, two.is_shortened) == (length, length < 16)
                 same = ("data_step", "sample_range", "num_targets", "num_tokens", "source_counts")
                 assert all(getattr(one, name) == getattr(two, name) for name in same)
                 for ours, theirs in zip(two.micro_batches, one.micro_batches, strict=True):
