@@ -48,7 +48,7 @@ from record.resuming import data_of, left_behind, standing
 from runtime.engine.batches import to_device
 from runtime.engine.build_engine import build, check_kernels
 from runtime.engine.communication import Counter
-from runtime.engine.engine import untrained
+from runtime.engine.engine import mean_loss, untrained
 from runtime.engine.learning_rate import learning_rate
 from runtime.engine.memory import peak_gib
 from runtime.health.health_monitor import HealthMonitor
@@ -237,8 +237,8 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
             else:  # data.skip: the step counts, the weights stay
                 result = untrained(data.num_tokens, run.process.device)
             telemetry.end_update()
-            val_loss = evaluate(run, step, telemetry)
-            finished = telemetry.end(data, lr, result, val_loss)
+            losses = evaluate(run, step, telemetry)
+            finished = telemetry.end(data, lr, result, losses)
 
             # Record the step before: by now the device has its loss.
             if run.lease:
@@ -260,15 +260,16 @@ def loop(run: Run, telemetry: Telemetry, monitor: HealthMonitor) -> Decision:
 
 
 def evaluate(run: Run, step: int, telemetry: Telemetry) -> torch.Tensor | None:
-    """The validation loss after `step` where it is due, still on its way from the device."""
-    if not run.held_out or not is_due(step, run.recipe.eval_every, run.resolved.last_step):
+    """Validation losses after `step` where they are due (Engine.evaluate), still on the device."""
+    if run.held_out is None or not is_due(step, run.recipe.eval_every, run.resolved.last_step):
         return None
     with telemetry.phase("eval"):
-        val_loss = run.engine.evaluate(
-            to_device(batch, run.process.device) for batch in HEART.each(run.held_out)
+        micro_batches = HEART.each(run.held_out.batches)
+        losses = run.engine.evaluate(
+            (to_device(batch, run.process.device) for batch in micro_batches), run.held_out.sources
         )
-    run.saver.state.evaluated = (step, val_loss)
-    return val_loss
+    run.saver.state.evaluated = (step, mean_loss(losses))
+    return losses
 
 
 def decide(run: Run, step: int) -> Decision:

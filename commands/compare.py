@@ -32,7 +32,7 @@ from compare.folder import (
     refuse_another,
     refuse_strangers,
 )
-from compare.ranking import LOSS, RANKS, SPEED
+from compare.ranking import LEARNED, RANKS, SPEED
 from compare.report import Comparison, markdown, terminal
 from compare.results import Side, read_run
 from compare.variants import (
@@ -129,7 +129,7 @@ def read_plan(options: argparse.Namespace) -> ComparisonPlan:
     steps = attempt(read_count, "STEPS", options.steps, FEWEST_STEPS, MOST_STEPS)
     if options.seeds and options.repeats:
         problems.append("SEEDS and REPEATS both set the rounds; keep one of them")
-    rounds = options.repeats or ("1" if options.rank == LOSS else "3")
+    rounds = options.repeats or ("1" if options.rank in LEARNED else "3")
     variable, rounds = ("SEEDS", options.seeds) if options.seeds else ("REPEATS", rounds)
     repeats = attempt(read_count, variable, rounds, 1, MOST_REPEATS)
     sweep = attempt(shlex.split, options.sweep)

@@ -21,7 +21,7 @@ matplotlib.use("Agg")  # before pyplot is imported: no display is needed
 from matplotlib import pyplot as plt
 
 from base.units import MIB
-from compare.ranking import curve
+from compare.ranking import LEARNED, curve
 from compare.report import PARTS, Comparison
 from compare.results import SAME_LOSS, Side, bases_by_seed, difference, differing
 
@@ -90,7 +90,7 @@ def validation(shown: Comparison) -> Any:
     sides = [side for side in shown.sides if side.runs]
     colors = {side.label: LINES[number % len(LINES)] for number, side in enumerate(sides)}
     for side in sides:
-        points = curve(side)
+        points = curve(side, shown.rank)
         steps = sorted(points)
         means = [statistics.mean(points[step]) for step in steps]
         left.plot(steps, means, ".-", color=colors[side.label], label=label(side))
@@ -98,7 +98,7 @@ def validation(shown: Comparison) -> Any:
         left.fill_between(steps, lows, highs, color=colors[side.label], alpha=0.2, linewidth=0)
     left.set_title(f"{shown.name}: validation loss (line: mean, band: all seeds)", **TITLE)
     left.set_xlabel("step")
-    left.set_ylabel("loss, nats per token")
+    left.set_ylabel(f"loss, {LEARNED[shown.rank]}")
     left.legend(fontsize=9, frameon=False)
     # The end of each variant, over the swept value where it is one number.
     places, name = swept_numbers(sides)

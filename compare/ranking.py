@@ -3,7 +3,7 @@
     last validation loss of each run -> mean and spread of a variant -> order, distance to the best
 
 Rule: a difference that is not larger than the spread over seeds is reported as such, never as a
-result. Units: nats per token.
+result. Units: nats per token, or bits per byte of the held-out text, which compares tokenizers too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from compare.results import RunResult, Side
 
 SPEED, LOSS = "tokens_per_s", "val_loss"
-RANKS = (SPEED, LOSS)  # values of RANK=
+LEARNED = {LOSS: "nats per token", "bits_per_byte": "bits per byte"}  # measure -> its unit
+RANKS = (SPEED, *LEARNED)  # values of RANK=
 
 
 @dataclass(frozen=True)
 class RankedSide:
-    """One variant in the order of validation loss.
+    """One variant in the order of validation loss, in the unit of the measure.
 
     `losses` has the last validation loss of each run, infinite where it was not finite. `spread` is
     the highest minus the lowest of them, None with one run. `difference` is to the best variant.
@@ -42,19 +43,19 @@ class RankedSide:
         return None if self.noise is None else self.difference > self.noise
 
 
-def last_loss(run: RunResult) -> float | None:
+def last_loss(run: RunResult, measure: str) -> float | None:
     """Last validation loss of a run; infinite where it was not finite, None without evaluation."""
-    found = [line["val_loss"] for line in run.lines if "val_loss" in line]
+    found = [line[measure] for line in run.lines if measure in line]
     if not found:
         return None
     return math.inf if found[-1] is None else found[-1]
 
 
-def ranked(sides: Sequence[Side]) -> list[RankedSide]:
-    """The sides that were evaluated, best first."""
+def ranked(sides: Sequence[Side], measure: str = LOSS) -> list[RankedSide]:
+    """The sides that were evaluated, best first; `measure` is one of LEARNED."""
     found = []
     for side in sides:
-        losses = [loss for run in side.runs if (loss := last_loss(run)) is not None]
+        losses = [loss for run in side.runs if (loss := last_loss(run, measure)) is not None]
         if losses:
             mean = sum(losses) / len(losses)
             is_finite = math.isfinite(mean)
@@ -73,11 +74,11 @@ def against(one: RankedSide, best: RankedSide) -> RankedSide:
     )
 
 
-def curve(side: Side) -> dict[int, list[float]]:
+def curve(side: Side, measure: str) -> dict[int, list[float]]:
     """Map each evaluated step to the validation losses of the side's runs that are finite."""
     found: dict[int, list[float]] = {}
     for run in side.runs:
         for line in run.lines:
-            if line.get("val_loss") is not None:
-                found.setdefault(line["step"], []).append(line["val_loss"])
+            if line.get(measure) is not None:
+                found.setdefault(line["step"], []).append(line[measure])
     return found

@@ -14,7 +14,7 @@ from typing import Any
 from base.table import table
 from base.units import MIB
 from base.values import counted
-from compare.ranking import LOSS, SPEED, RankedSide, ranked
+from compare.ranking import LEARNED, SPEED, RankedSide, ranked
 from compare.results import (
     Agreement,
     RunResult,
@@ -27,7 +27,7 @@ from compare.results import (
 
 NONE = "-"
 RANK_LEGEND = (
-    "val loss = mean over seeds of the last validation loss of a run, nats per token. told apart ="
+    "{rank} = mean over seeds of the last validation loss of a run, {unit}. told apart ="
     " the difference to the best variant is larger than the spread (highest minus lowest) over the"
     " seeds of both; NO means that another set of seeds could change the order."
 )
@@ -71,7 +71,7 @@ class Comparison:
 
     def ranked(self) -> list[RankedSide]:
         """Variants in the order of validation loss; empty where they are ranked by speed."""
-        return ranked(self.sides) if self.rank == LOSS else []
+        return ranked(self.sides, self.rank) if self.rank in LEARNED else []
 
 
 def markdown(shown: Comparison) -> str:
@@ -79,9 +79,10 @@ def markdown(shown: Comparison) -> str:
     lines = [f"# {shown.name}", "", f"`{shown.command}`", "", *setting(shown), ""]
     lines += [f"**{line}**\n" for line in warnings(shown)]
     lines += [verdict(shown.agreement()), ""]
-    if shown.rank == LOSS:
+    if shown.rank in LEARNED:
         lines += ["## Ranked by validation loss", "", best(shown), ""]
-        lines += [*pipes(rank_rows(shown)), "", RANK_LEGEND, "", "## Speed and memory", ""]
+        meaning = RANK_LEGEND.format(rank=shown.rank, unit=LEARNED[shown.rank])
+        lines += [*pipes(rank_rows(shown)), "", meaning, "", "## Speed and memory", ""]
     lines += [*pipes(main_rows(shown)), "", *legend(shown)]
     if shown.pictures:
         lines += ["", *(f"![{name.partition('.')[0]}]({name})\n" for name in shown.pictures)]
@@ -99,11 +100,11 @@ def markdown(shown: Comparison) -> str:
 
 def terminal(shown: Comparison) -> str:
     """Return the main table, the verdict on the losses and all warnings, for the terminal."""
-    tables = [rank_rows(shown), main_rows(shown)] if shown.rank == LOSS else [main_rows(shown)]
+    tables = [rank_rows(shown), main_rows(shown)] if shown.rank in LEARNED else [main_rows(shown)]
     lines = []
     for rows in tables:
         lines += [table([[plain(cell) for cell in row] for row in rows], indent=""), ""]
-    lines += [plain(best(shown))] if shown.rank == LOSS else []
+    lines += [plain(best(shown))] if shown.rank in LEARNED else []
     lines += [plain(verdict(shown.agreement()))]
     return "\n".join([*lines, *(f"WARNING: {line}" for line in warnings(shown))])
 
@@ -128,7 +129,7 @@ def setting(shown: Comparison) -> list[str]:
     if shown.is_sweep and len(shown.seeds) > 1:
         lines.append(f"- {counted(len(shown.seeds), 'seed')}, the same for every variant:"
                      f" {', '.join(map(str, shown.seeds))}")  # fmt: skip
-    elif shown.is_sweep and shown.rank == LOSS:
+    elif shown.is_sweep and shown.rank in LEARNED:
         lines.append("- 1 seed: another seed could change the order (SEEDS=3)")
     elif shown.is_sweep and rounds > 1:
         lines.append(
@@ -203,7 +204,8 @@ def best(shown: Comparison) -> str:
         return "No run was evaluated."
     if math.isinf(order[0].mean):
         return "**No variant has a finite validation loss.**"
-    text = f"Best: `{order[0].side.label}` with a validation loss of {order[0].mean:.4f}."
+    loss = f"{order[0].mean:.4f} {LEARNED[shown.rank]}"
+    text = f"Best: `{order[0].side.label}` with a validation loss of {loss}."
     if len(order) == 1:
         return text
     if order[1].is_told_apart is None:
@@ -220,7 +222,7 @@ def best(shown: Comparison) -> str:
 def rank_rows(shown: Comparison) -> list[list[str]]:
     """Rows of the table of variants in the order of validation loss; failed variants come last."""
     order = shown.ranked()
-    rows = [["variant", "place", "val loss", "lowest to highest seed", "to the best", "told apart"]]
+    rows = [["variant", "place", shown.rank, "lowest to highest seed", "to the best", "told apart"]]
     answers = {True: "yes", False: "NO", None: NONE}
     for place, one_side in enumerate(order, start=1):
         is_best = place == 1

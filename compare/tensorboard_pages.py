@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from base.units import MIB
-from compare.ranking import ranked
+from compare.ranking import LEARNED, ranked
 from compare.report import Comparison, markdown
 from compare.results import Side, differing
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
@@ -32,6 +32,7 @@ COLUMNS = {
     "mfu": ("result/mfu", "MFU (median)"),
     "communication_mib": ("result/communication_mib", "sent by rank 0, MiB/step"),
     "val_loss": ("result/val_loss", "validation loss (last, mean of runs)"),
+    "bits_per_byte": ("result/bits_per_byte", "bits per byte (last, mean of runs)"),
 }
 # Fields whose curves are equal for all variants, or repeat another curve: not drawn.
 LEFT_OUT = (
@@ -101,8 +102,13 @@ def numbers(side: Side) -> dict[str, float | None]:
         "step_s": side.median("step_s"),
         "peak_memory_gib": max(peaks, default=None),
         "communication_mib": sum(sent.values()) / MIB if sent else None,
-        "val_loss": next((one.mean for one in ranked([side]) if math.isfinite(one.mean)), None),
+        **{measure: last_mean(side, measure) for measure in LEARNED},
     }
+
+
+def last_mean(side: Side, measure: str) -> float | None:
+    """Mean over a variant's runs of the last validation loss; None where none is finite."""
+    return next((one.mean for one in ranked([side], measure) if math.isfinite(one.mean)), None)
 
 
 def curves(side: Side) -> dict[int, dict[str, Any]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.errors import UserError
-from compare.ranking import LOSS, SPEED
+from compare.ranking import LEARNED, SPEED
 from recipes.check import LONGEST_NAME, folder_name
 from recipes.compose import compose_command
 from recipes.overrides import sweep_values
@@ -194,7 +194,7 @@ def command(recipe: str, overrides: Any, choice: Any, steps: int, rank: str = SP
     """Arguments of a run without its name: recipe=NAME, and all overrides."""
     given = {one.partition("=")[0] for one in (*overrides, *choice)}
     unless_given = UNLESS_GIVEN
-    if rank == LOSS:  # the recipe's own held-out tokens, and enough points for a curve
+    if rank in LEARNED:  # the recipe's own held-out tokens, and enough points for a curve
         unless_given = {"eval_every": str(max(1, steps // EVALUATIONS))}
     defaults = [f"{key}={value}" for key, value in unless_given.items() if key not in given]
     return [
@@ -214,7 +214,7 @@ def check_length(resolved: Resolved, recipe: Recipe, steps: int) -> None:
 
 def check_evaluation(recipe: Recipe, rank: str) -> None:
     """Raise UserError where runs are ranked by validation loss and evaluate nothing."""
-    if rank == LOSS and recipe.eval_tokens == 0:
+    if rank in LEARNED and recipe.eval_tokens == 0:
         raise UserError(f"RANK={rank}: eval_tokens=0 evaluates nothing; leave it out, or raise it")
 
 

@@ -9,8 +9,8 @@ from checkpoint.comm import RankComm
 from checkpoint.load.allowed_changes import RecipeChange
 from checkpoint.load.restoring import Loaded
 from checkpoint.save.lease import Lease
+from data.stream.evaluation import HeldOut
 from data.stream.stream import Stream
-from data.stream.windows import Batch
 from recipes.schema import Recipe
 from runtime.engine.communication import Counter
 from runtime.engine.engine import Engine
@@ -27,7 +27,7 @@ class Run:
     resolved: Resolved
     stream: Stream
     data_rank: int
-    held_out: list[Batch]  # this rank's micro-batches of the evaluation
+    held_out: HeldOut | None  # this rank's micro-batches of the evaluation; None: eval_tokens=0
     folder: Path
     process: Process
     engine: Engine

@@ -24,9 +24,9 @@ from checkpoint.load.choosing import set_aside
 from checkpoint.load.outside_weights import Origin, read_origin
 from checkpoint.load.restoring import load
 from checkpoint.save.interval import risk
+from data.stream.evaluation import HeldOut
 from data.stream.ledger import Ledger
 from data.stream.stream import Stream
-from data.stream.windows import Batch
 from parallel.layout import Layout, describe_places, places
 from recipes.compose import recipe_yaml
 from recipes.schema import Recipe
@@ -37,6 +37,7 @@ from record.records import LEDGER, make_way
 from record.resuming import compare, read_state
 from runtime.engine.engine import decoder_config
 from runtime.health.health_monitor import HealthMonitor, rewinds_by_policy
+from runtime.log.held_out_loss import Validation
 from runtime.log.rank0_record import RunRecord
 from runtime.process import process
 from runtime.resolve import Resolved
@@ -82,10 +83,10 @@ def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None,
 
 def evaluation_batches(
     recipe: Recipe, layout: Layout, stream: Stream, data_rank: int
-) -> list[Batch]:
-    """One rank's held-out micro-batches, the same at every evaluation; none with eval_tokens=0."""
+) -> HeldOut | None:
+    """One rank's held-out micro-batches, the same at every evaluation; None with eval_tokens=0."""
     if recipe.eval_tokens == 0:
-        return []
+        return None
     return stream.evaluation(data_rank, layout.data, layout.micro_batch, recipe.eval_tokens)
 
 
@@ -167,6 +168,7 @@ def open_record(run: Run) -> RunRecord:
         run.stream.tokens_after,
         run.after_step,
         run.saver.state.segment,
+        validation_of(run),
     )
     record_conditions(run)
     deliberate = [change for change in run.changes if change.treatment == "deliberate"]
@@ -175,6 +177,14 @@ def open_record(run: Run) -> RunRecord:
     if run.loaded:
         record.resumed(run.loaded, run.changes)
     return record
+
+
+def validation_of(run: Run) -> Validation:
+    """How this run's validation losses become numbers of the record."""
+    if run.held_out is None:
+        return Validation([], None)
+    num_bytes = run.stream.evaluation_bytes(run.recipe.eval_tokens)
+    return Validation(run.held_out.uids, num_bytes)
 
 
 def record_conditions(run: Run) -> None:

@@ -72,13 +72,16 @@ class Telemetry:
         self._sent = bytes_by_kind(self._counter.take()) if self._counter else None
 
     def end(
-        self, data: StepData, lr: float, result: StepResult, val_loss: torch.Tensor | None
+        self, data: StepData, lr: float, result: StepResult, losses: torch.Tensor | None
     ) -> Finished:
-        """The step has been launched; returns it with its times, all still to be read."""
+        """The step has been launched; returns it with its times, all still to be read.
+
+        losses: of the evaluation after it, as Engine.evaluate returns them.
+        """
         span = self._hardware.clock.finish()
         self._profiler.end(data.step)
         self._hardware.step(data.step, span)
-        return Finished(data, lr, result, span, val_loss, self._sent)
+        return Finished(data, lr, result, span, losses, self._sent)
 
     def record(self, finished: Finished, judgement: Judgement) -> None:
         """Record the step before, and what is known of this one; a collective every few steps."""

@@ -8,6 +8,7 @@ shard_writer.py     writes one shard and publishes it when it is complete
 corpus_writer.py    documents of text into a corpus folder, for the built-in corpora
 documents.py        rules for text: encoding, line ends, blank documents
 tokenizer.py        trains, opens, identifies and saves tokenizers
+token_bytes.py      the text bytes of each token, for losses in bits per byte
 build.py            builds a built-in corpus once, under a lock
 build_lock.py       one process builds, the others wait and know for whom
 build_report.py     the report at the end of a build and of `make corpus-info`

@@ -78,6 +78,12 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def pieces(self) -> dict[int, tuple[str, bool]]:
+        """Id -> (its string in the vocabulary, True for an added token)."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {number: (piece, number in added) for piece, number in vocabulary.items()}
+
     def count_specials(self, text: str) -> int:
         """Number of strings in the text that look like special tokens."""
         return sum(1 for _ in self._specials.finditer(text))

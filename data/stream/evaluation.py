@@ -1,24 +1,41 @@
 """The evaluation set: the first windows of each source's validation split.
 
 Rule: the set depends on the corpora, the mixture and `eval_tokens` alone, so every layout evaluates
-on the same windows, and each window counts once. Arrays are (n,) int64.
+on the same windows, and each window counts once. A micro-batch holds windows of one source, so that
+each source has a loss of its own. Arrays are (n,) int64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from base.errors import UserError
 from base.values import counted
+from data.corpus.corpus import Corpus
 from data.corpus.shards import Split
+from data.corpus.token_bytes import TokenBytes, token_bytes
+from data.corpus.tokenizer import load_tokenizer
 from data.stream.mixture import Stages
 from data.stream.samples import Samples
 from data.stream.sources import num_windows
 from data.stream.windows import Batch, make_batches, own_positions
 
 FEW_DOCUMENTS = 20  # the mean loss of fewer moves by several per cent with their choice
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One rank's micro-batches of the evaluation set; each rank has as many of each source."""
+
+    batches: list[Batch]
+    sources: list[int]  # of each micro-batch: its place in `uids`
+    uids: list[str]  # the sources that have held-out windows
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 def evaluation_set(
@@ -56,6 +73,27 @@ def few_documents(num_documents: int) -> list[str]:
     ]
 
 
+def held_out(
+    valid: Samples,
+    source: np.ndarray,
+    start: np.ndarray,
+    data_rank: int,
+    data_size: int,
+    micro_batch: int,
+    attend: str,
+    uids: Sequence[str],
+) -> HeldOut:
+    """One rank's part of the set; `uids` are the names of all sources."""
+    found = HeldOut([], [], [])
+    for number in np.unique(source).tolist():
+        own, place = source == number, (data_rank, data_size, micro_batch)
+        batches = evaluation_batches(valid, source[own], start[own], *place, attend)
+        found.batches.extend(batches)
+        found.sources.extend([len(found.uids)] * len(batches))
+        found.uids.append(uids[number])
+    return found
+
+
 def evaluation_batches(
     valid: Samples,
     source: np.ndarray,
@@ -65,8 +103,8 @@ def evaluation_batches(
     micro_batch: int,
     attend: str,
 ) -> list[Batch]:
-    """One rank's micro-batches of the set, as many as each other rank has; rows that fill them up
-    have no targets.
+    """One rank's micro-batches of the windows, as many as each other rank has; rows that fill them
+    up have no targets.
     """
     slab = data_size * micro_batch
     mine = own_positions(-(-len(source) // slab) * slab, data_rank, data_size, micro_batch)
@@ -78,3 +116,29 @@ def evaluation_batches(
     hashes = np.pad(hashes, (0, padding))
     rows = valid.rows(tokens, hashes, source, row, position, mine)
     return make_batches(rows, micro_batch, attend, is_padding=mine >= len(source))
+
+
+def target_bytes(
+    valid: Samples, source: np.ndarray, start: np.ndarray, corpora: Sequence[Corpus], attend: str
+) -> list[int] | None:
+    """UTF-8 bytes of the text of all targets, a number for each source of the set, in order.
+
+    None where they are not known: a corpus without a tokenizer, or text that is unknown to it.
+    """
+    found: list[int] = []
+    sizes: dict[str | None, TokenBytes | None] = {}
+    for number in np.unique(source).tolist():
+        corpus, own = corpora[number], source == number
+        made_with = corpus.tokenizer_fingerprint
+        if made_with is None:
+            return None
+        if made_with not in sizes:
+            sizes[made_with] = token_bytes(load_tokenizer(corpus.tokenizer_folder, needs_end=False))
+        separators = {corpus.begin_id, corpus.eod_id} - {None}
+        (batch,) = evaluation_batches(valid, source[own], start[own], 0, 1, int(own.sum()), attend)
+        table = sizes[made_with]
+        count = table and table.count(batch.input_ids, batch.labels, separators)
+        if count is None:
+            return None
+        found.append(count)
+    return found

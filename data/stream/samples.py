@@ -111,7 +111,7 @@ class Samples:
         left out. A number past the last sample is a row without documents: padding.
         """
         row, position = start_row, start_position
-        if len(mine) != len(source) or (mine[1:] < mine[:-1]).any():  # not the whole batch in order
+        if not np.array_equal(mine, np.arange(len(source))):  # not the whole batch in order
             place = np.full(max(len(source), int(mine.max()) + 1), -1)
             place[mine] = np.arange(len(mine))
             row = place[start_row]

@@ -27,7 +27,13 @@ import xxhash
 from base.errors import UserError
 from data.corpus.corpus import Corpus
 from data.corpus.shards import Split
-from data.stream.evaluation import evaluation_batches, evaluation_set, few_documents
+from data.stream.evaluation import (
+    HeldOut,
+    evaluation_set,
+    few_documents,
+    held_out,
+    target_bytes,
+)
 from data.stream.masks import Masked, masked
 from data.stream.mixture import Stages
 from data.stream.order import ORDER_VERSION, Order
@@ -226,18 +232,25 @@ class Stream:
 
     def evaluation(
         self, data_rank: int, data_size: int, micro_batch: int, eval_tokens: int
-    ) -> list[Batch]:
+    ) -> HeldOut:
         """Held-out micro-batches of one rank: always the same windows, shared out in turn.
 
         The set is the first windows of each source's validation split, as many as its share of
         `eval_tokens` in the first stage of the mixture, or all it has; it does not depend on the
-        layout. Each rank gets the same number of batches. Padding rows fill up the last batches;
-        they have no targets, so an uneven set neither hangs nor counts a window twice. Raises
-        UserError where there is nothing to evaluate on.
+        layout. Each rank gets the same number of batches of each source. Padding rows fill up the
+        last batches of a source; they have no targets, so an uneven set neither hangs nor counts a
+        window twice. Raises UserError where there is nothing to evaluate on.
         """
         chosen = self._evaluation_set(eval_tokens)
         place = data_rank, data_size, micro_batch
-        return evaluation_batches(self._valid, *chosen, *place, self.data.attend)
+        return held_out(self._valid, *chosen, *place, self.data.attend, self.uids)
+
+    def evaluation_bytes(self, eval_tokens: int) -> list[int] | None:
+        """UTF-8 bytes of the targets of `evaluation` over all ranks, one number for each of its
+        `uids`; None where the corpora do not tell.
+        """
+        chosen = self._evaluation_set(eval_tokens)
+        return target_bytes(self._valid, *chosen, self.corpora, self.data.attend)
 
     def _evaluation_set(self, eval_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, first token in its validation split) of the evaluation samples, (n,) int64."""

@@ -1,6 +1,6 @@
 """The DeepSpeed engine behind the small interface that the loop uses for every layout.
 
-    engine.set_lr(lr)   engine.train_step(batches) -> StepResult   engine.evaluate(batches) -> loss
+    engine.set_lr(lr)   engine.train_step(batches) -> StepResult   engine.evaluate(...) -> losses
 
 Rule: the loss and its gradient are means over the target tokens of the *global* batch, so neither
 masks nor the division of the batch over ranks and micro-batches changes them. DeepSpeed divides
@@ -143,19 +143,28 @@ class Engine:
         owned.after_load(self.ds, optimizer_step)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
-        """Mean loss over the targets of all ranks' micro-batches, a () fp32 tensor; a collective.
+    def evaluate(
+        self, micro_batches: Iterable[dict[str, Any]], sources: Sequence[int]
+    ) -> torch.Tensor:
+        """(number of sources, 2) fp64: summed loss and number of targets; a collective.
 
-        Every rank must bring the same number of micro-batches, because ZeRO-3 gathers weights.
+        `sources` is the number of each micro-batch's source, ascending from 0. Every rank must
+        bring the same number of micro-batches of each, because ZeRO-3 gathers weights.
         """
         self.ds.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.process.device)
-        for batch in micro_batches:
-            total[0] += self.ds(**batch, num_items_in_batch=1).loss
-            total[1] += (batch["labels"] >= 0).sum() / self.mesh.context.size
+        totals = torch.zeros(sources[-1] + 1, 2, dtype=torch.float64, device=self.process.device)
+        for batch, source in zip(micro_batches, sources, strict=True):
+            totals[source, 0] += self.ds(**batch, num_items_in_batch=1).loss
+            totals[source, 1] += (batch["labels"] >= 0).sum() / self.mesh.context.size
         self.ds.train()
-        dist.all_reduce(total, group=self.mesh.data.group)
-        return (total[0] / total[1]).float()
+        dist.all_reduce(totals, group=self.mesh.data.group)
+        return totals
+
+
+def mean_loss(totals: torch.Tensor) -> torch.Tensor:
+    """Mean loss over the targets of all sources, () fp32; `totals` comes from `evaluate`."""
+    loss, targets = totals.sum(dim=0)
+    return (loss / targets).float()
 
 
 def decoder_config(recipe: Recipe) -> DecoderConfig:

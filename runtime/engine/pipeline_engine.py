@@ -95,7 +95,9 @@ class PipelineEngine(plain.Engine):
         return loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> torch.Tensor:
+    def evaluate(
+        self, micro_batches: Iterable[dict[str, Any]], sources: Sequence[int]
+    ) -> torch.Tensor:
         """Like `Engine.evaluate`; all ranks of one data coordinate must bring the same batches."""
         batches = list(micro_batches)
         items = self.model.begin(batches, targets=1, scale=1)
@@ -106,12 +108,13 @@ class PipelineEngine(plain.Engine):
         )
         self.ds.reset_activation_shape()
         self.ds.train()
-        total = torch.zeros(2, dtype=torch.float64, device=self.process.device)
+        totals = torch.zeros(sources[-1] + 1, 2, dtype=torch.float64, device=self.process.device)
         if self.ds.is_last_stage():
-            total[0] = torch.stack(losses).double().sum()
-            total[1] = sum((batch["labels"] >= 0).sum() for batch in batches)
-        dist.all_reduce(total)
-        return (total[0] / total[1]).float()
+            for batch, source, loss in zip(batches, sources, losses, strict=True):
+                totals[source, 0] += loss.double().sum()
+                totals[source, 1] += (batch["labels"] >= 0).sum()
+        dist.all_reduce(totals)
+        return totals
 
 
 def build_pipeline(

@@ -164,7 +164,7 @@ def plain_text(line: Mapping[str, Any], total: int, left_s: float | None) -> str
     fields = [
         f"step {line['step']:>{len(str(total))}}/{total}",
         f"loss {number(line['loss'], '.4f')}",
-        f"val {number(line['val_loss'], '.4f')}" if "val_loss" in line else "",
+        validation_text(line),
         f"grad norm {number(line['grad_norm'], '.3f')}",
         f"lr {line['lr']:.2e}",
         speed,
@@ -204,6 +204,15 @@ def number(value: float | None, spec: str) -> str:
     return "not finite" if value is None else format(value, spec)
 
 
+def validation_text(line: Mapping[str, Any]) -> str:
+    """The validation loss of a line, in nats per token and in bits per byte where it is known."""
+    if "val_loss" not in line:
+        return ""
+    in_bits = line.get("bits_per_byte")
+    text = f"val {number(line['val_loss'], '.4f')}"
+    return text if in_bits is None else f"{text} ({in_bits:.4f} bits per byte)"
+
+
 def summary_text(summary: Mapping[str, Any]) -> str:
     """The summary of a run (runtime.log.metrics.summary) in a few lines, for the end of a run."""
     if summary["last_step"] is None:
@@ -214,7 +223,9 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     ]
     if summary["val_loss"] is not None:
         at = at_step(summary["val_step"], summary["last_step"])
-        lines[0] += f"; validation {summary['val_loss']:.4f}{at}"
+        in_bits = summary["bits_per_byte"]
+        in_bits = "" if in_bits is None else f" ({in_bits:.4f} bits per byte)"
+        lines[0] += f"; validation {summary['val_loss']:.4f}{in_bits}{at}"
         if summary["best_val_loss"] != summary["val_loss"]:
             lines[0] += f", best {summary['best_val_loss']:.4f} at step {summary['best_val_step']}"
     if summary["tokens_per_s"] is None:

@@ -45,6 +45,11 @@ SERIES = {
         "loss/validation",
         "mean cross-entropy per target token of held-out documents, nats",
     ),
+    "bits_per_byte": (
+        "validation/bits_per_byte",
+        "validation loss in bits per UTF-8 byte of the held-out text; does not depend on the"
+        " tokenizer",
+    ),
     "memory_gib": (
         "memory/peak_gib",
         "peak of rank 0 so far, GiB: its device, or host without one",
@@ -114,6 +119,7 @@ RESULTS = {
     "mfu": ("result/mfu", "MFU (median)"),
     "peak_memory_gib": ("result/peak_memory_gib", "peak memory of rank 0, GiB"),
     "val_loss": ("result/val_loss", "validation loss (last)"),
+    "bits_per_byte": ("result/bits_per_byte", "bits per byte (last)"),
     "last_loss": ("result/train_loss", "train loss (last)"),
     "best_val_loss": ("result/best_val_loss", "validation loss (best)"),
     "step_s": ("result/step_s", "s/step (median)"),
@@ -130,6 +136,7 @@ PAGE = {
     "Learning": {
         "Training loss, nats per token": "loss/train",
         "Validation loss, nats per token": "loss/validation",
+        "Validation loss, bits per byte": "validation/bits_per_byte",
         "Gradient norm before clipping": "optimizer/grad_norm",
         "Learning rate": "optimizer/lr",
     },

@@ -38,7 +38,8 @@ from runtime.monitor.device_table import throttle_names
 
 # Fields of metrics.jsonl from which `summary` computes a run's numbers.
 SUMMED = (
-    "first_of_attempt", "val_loss", "device_memory_gib", "memory_gib", "tokens_per_s", "tokens",
+    "first_of_attempt", "val_loss", "bits_per_byte",
+    "device_memory_gib", "memory_gib", "tokens_per_s", "tokens",
     "tokens_per_s_per_rank",
     "mfu",
     "step_s", "skipped_steps", "loss",
@@ -77,6 +78,7 @@ class StepNumbers:
     accumulation: int  # micro-batches per rank
     skipped: bool = False
     val_loss: float | None = None
+    bits_per_byte: float | None = None  # of the same targets
     communication_bytes: Mapping[str, int] | None = None  # by kind (runtime.engine.communication)
     seq_len: int | None = None  # where it changes from step to step
     flops_per_token: float | None = None  # of this step, where seq_len changes
@@ -265,6 +267,8 @@ class MetricsWriter:
             line["state_gib"] = self._state_gib
         if numbers.val_loss is not None:
             line["val_loss"] = numbers.val_loss
+        if numbers.bits_per_byte is not None:
+            line["bits_per_byte"] = numbers.bits_per_byte
         if numbers.seq_len is not None:
             line["seq_len"] = numbers.seq_len
         if numbers.communication_bytes is not None:
@@ -402,6 +406,7 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "first_loss": lines[0]["loss"] if lines else None,
         "last_loss": last.get("loss"),
         "val_loss": evaluated[-1]["val_loss"] if evaluated else None,
+        "bits_per_byte": evaluated[-1].get("bits_per_byte") if evaluated else None,
         "val_step": evaluated[-1]["step"] if evaluated else None,
         "best_val_loss": best.get("val_loss"),
         "best_val_step": best.get("step"),

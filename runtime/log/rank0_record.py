@@ -39,6 +39,7 @@ from runtime.ds_config.state_bytes import of_layout
 from runtime.engine.engine import StepResult
 from runtime.health.verdict import Judgement, Verdict
 from runtime.log.console import Console, summary_text
+from runtime.log.held_out_loss import Validation
 from runtime.log.long_step import LongStep
 from runtime.log.metrics import MetricsWriter, StepNumbers, hyper_parameters
 from runtime.monitor.clock import TimeSpan
@@ -60,7 +61,7 @@ class Finished:
     lr: float
     result: StepResult
     span: TimeSpan
-    val_loss: torch.Tensor | None
+    losses: torch.Tensor | None  # of the evaluation after it, as Engine.evaluate returns them
     communication_bytes: dict[str, int] | None = None  # by kind, where log.communication counts
 
 
@@ -77,7 +78,9 @@ class RunRecord:
         tokens_after: Callable[[int], int],
         after_step: int,
         segment: int,
+        validation: Validation,
     ):
+        self._validation = validation
         self.ledger, self.tokens_after = ledger, tokens_after
         self.is_closed = False
         self._has_warned = self._is_failing = False
@@ -108,7 +111,7 @@ class RunRecord:
             hyper_parameters(recipe, resolved.layout, parameters=resolved.num_parameters),
             {name: (folder / name).read_text() for name in ("recipe.yaml", "ds_config.json")},
             unrecorded=[
-                *(() if recipe.eval_tokens else ("val_loss", "eval_s")),
+                *(() if recipe.eval_tokens else ("val_loss", "bits_per_byte", "eval_s")),
                 *(() if recipe.log.communication else ("communication_mib",)),
             ],
         )
@@ -132,6 +135,11 @@ class RunRecord:
 
     def _write(self, finished: Finished) -> None:
         data, result = finished.data, finished.result
+        val_loss = bits_per_byte = None
+        scalars = {name: float(value) for name, value in result.scalars.items()}
+        if finished.losses is not None:
+            val_loss, bits_per_byte, by_source = self._validation.numbers(finished.losses.tolist())
+            scalars |= by_source
         numbers = StepNumbers(
             data.step,
             loss=float(result.loss),
@@ -143,11 +151,12 @@ class RunRecord:
             times=finished.span.times(),
             accumulation=len(data.micro_batches),
             skipped=result.skipped,
-            val_loss=None if finished.val_loss is None else float(finished.val_loss),
+            val_loss=val_loss,
+            bits_per_byte=bits_per_byte,
             communication_bytes=finished.communication_bytes,
             seq_len=data.length if self._warms_up else None,
             flops_per_token=self._flops_per_token(data.length),
-            scalars={name: float(value) for name, value in result.scalars.items()},
+            scalars=scalars,
         )
         self.console.step(self.writer.step(numbers))
 

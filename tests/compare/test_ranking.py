@@ -62,5 +62,5 @@ def test_a_run_that_diverged_is_last_and_told_apart_and_one_without_evaluation_i
 
 
 def test_the_curve_has_all_finite_losses_of_each_step():
-    found = ranking.curve(Side("a", [run(8.0, 3.0), run(7.0, None)]))
+    found = ranking.curve(Side("a", [run(8.0, 3.0), run(7.0, None)]), "val_loss")
     assert found == {10: [8.0, 7.0], 20: [3.0]}

@@ -151,7 +151,7 @@ def test_counts_given_wrong_are_refused_together(capsys):
     assert "SEEDS and REPEATS both set the rounds" in said
     assert "SEEDS='0' is not a number from 1" in said
     assert command.main(["--sweep", "zero=1,2", "--rank", "loss"]) == 93
-    assert "RANK=loss: give one of tokens_per_s, val_loss" in capsys.readouterr().err
+    assert "RANK=loss: give one of tokens_per_s, val_loss, bits_per_byte" in capsys.readouterr().err
 
 
 def test_a_folder_stores_what_it_compares_and_refuses_another(tmp_path):

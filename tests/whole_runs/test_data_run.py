@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from clones import make_clone, start
 from ranks import run_command
-from small_corpora import random_documents, write_corpus
+from small_corpora import random_documents, stream_of, write_corpus
 from warm_starts import Warm
 
 from data.stream.ledger import read_ledger
@@ -17,7 +17,7 @@ from record.history import read as read_history
 from record.records import read_events, read_metrics
 
 STEPS = 14
-SHORT = [f"steps={STEPS}", "checkpoint.interval=100", "eval_tokens=0"]
+SHORT = [f"steps={STEPS}", "checkpoint.interval=100", "eval_tokens=2000", "eval_every=7"]
 SOURCES = [
     "~data.sources.synthetic",
     "data.sources.a.corpus=corpora/a",
@@ -37,7 +37,8 @@ def clone(tmp_path_factory) -> Path:
     clone = make_clone(tmp_path_factory.mktemp("data"))
     for seed, name in enumerate("ab"):
         documents = random_documents(200, 20, 90, seed=seed, vocab_size=60)
-        write_corpus(clone / "corpora" / name, documents, vocab_size=64)
+        held_out = random_documents(20 + 10 * seed, 20, 90, seed=7 + seed, vocab_size=60)
+        write_corpus(clone / "corpora" / name, documents, held_out, vocab_size=64)
     return clone
 
 
@@ -120,6 +121,24 @@ def test_a_list_that_grew_on_the_way_gives_the_run_of_the_final_list(whole, grow
         (grown / "checkpoints" / f"step-{STEPS:08d}" / "MANIFEST.json").read_text()
     )
     assert manifest["state"]["data"]["skips"] == skips[-1]
+
+
+def test_each_source_has_a_validation_loss_that_does_not_depend_on_the_layout(clone, whole, grown):
+    """Weighted with their targets they add up to the pooled loss; grown ended on two ranks."""
+    ours, theirs = (read_metrics(run)[-1] for run in (whole, grown))
+    losses = [ours["scalars"][f"validation/loss/{uid}"] for uid in "ab"]
+    for uid, loss in zip("ab", losses, strict=True):
+        assert theirs["scalars"][f"validation/loss/{uid}"] == pytest.approx(loss, rel=1e-6)
+    stream = stream_of(clone / "corpora", {"a": 1, "b": 1}, seq_len=64, vocab_size=64)
+    held_out = stream.evaluation(0, 1, 1, 2000)
+    assert held_out.uids == ["a", "b"]
+    count = [0, 0]
+    for batch, source in zip(held_out.batches, held_out.sources, strict=True):
+        count[source] += int((batch.labels >= 0).sum())
+    pooled = sum(n * loss for n, loss in zip(count, losses, strict=True)) / sum(count)
+    assert ours["val_loss"] == pytest.approx(pooled, rel=1e-6)
+    assert theirs["val_loss"] == pytest.approx(pooled, rel=1e-6)
+    assert "bits_per_byte" not in ours  # the corpora hold ids without a tokenizer
 
 
 def test_the_audit_rebuilds_both_runs(clone, whole, grown):

@@ -31,7 +31,7 @@ from data.stream.stream import Stream, open_stream
 from recipes.schema import Optim, Parallel, Recipe
 from runtime.engine.batches import to_device
 from runtime.engine.build_engine import build
-from runtime.engine.engine import Engine
+from runtime.engine.engine import Engine, mean_loss
 from runtime.process import process
 from runtime.resolve import resolve
 
@@ -84,10 +84,11 @@ def run_case(case: Case, corpus: Path) -> dict:
     engine, stream, resolved = engine_of(recipe)
     seen = train(engine, stream, recipe, resolved, STEPS)
     layout, device = resolved.layout, engine.process.device
-    batches = stream.evaluation(
+    held_out = stream.evaluation(
         engine.mesh.place.data, layout.data, layout.micro_batch, EVAL_TOKENS
     )
-    seen["eval"] = float(engine.evaluate(to_device(batch, device) for batch in batches))
+    batches = (to_device(batch, device) for batch in held_out.batches)
+    seen["eval"] = float(mean_loss(engine.evaluate(batches, held_out.sources)))
     seen["replicas"] = replicas_differ(engine)
     seen["drifted"] = differing(RANKS().exchange(summary(engine.replicas()), "replicas"))
     seen["memory"] = memory(engine, stream, recipe, resolved)

@@ -28,7 +28,7 @@ from parallel.communication_volume import pipeline_bytes
 from recipes.schema import Parallel, Recipe
 from runtime.engine.batches import to_device
 from runtime.engine.build_engine import build
-from runtime.engine.engine import Engine
+from runtime.engine.engine import Engine, mean_loss
 from runtime.engine.learning_rate import learning_rate
 from runtime.process import process
 from runtime.resolve import Resolved, resolve
@@ -97,10 +97,11 @@ class Run:
     def evaluate(self) -> float:
         """Held-out loss, in micro-batches of another size and number than in training."""
         rows = 3 if self.resolved.layout.data == 1 else 2
-        batches = self.stream.evaluation(
+        held_out = self.stream.evaluation(
             self.data_rank, self.resolved.layout.data, rows, EVAL_TOKENS
         )
-        return float(self.engine.evaluate(to_device(batch, self.me.device) for batch in batches))
+        batches = (to_device(batch, self.me.device) for batch in held_out.batches)
+        return float(mean_loss(self.engine.evaluate(batches, held_out.sources)))
 
 
 def everyone(value: Any) -> list[Any]:

@@ -51,7 +51,7 @@ def plain_loop(recipe: Recipe, steps: int, eval_tokens: int = 0) -> dict:
         seen["loss"].append(total)
         seen["norm"].append(norm.item())
     if eval_tokens:
-        batches = stream.evaluation(0, 1, ROWS, eval_tokens)
+        batches = stream.evaluation(0, 1, ROWS, eval_tokens).batches
         with torch.no_grad():
             losses = [model(**to_device(b, CPU), num_items_in_batch=1).loss for b in batches]
         seen["eval"] = float(sum(losses)) / sum(int((b.labels >= 0).sum()) for b in batches)

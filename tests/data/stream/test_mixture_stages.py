@@ -141,7 +141,7 @@ def test_a_warm_up_of_the_sequence_length_moves_nothing(root):
                     assert np.array_equal(ours.input_ids.ravel(), theirs.input_ids.ravel())
                     assert np.array_equal(ours.sample_hashes, theirs.sample_hashes)
     assert warm.tokens_after(12) == plain.tokens_after(12)
-    held_out = stream_of(root, {"long": 1}, warmup=WARMUP).evaluation(0, 1, 2, 64)
+    held_out = stream_of(root, {"long": 1}, warmup=WARMUP).evaluation(0, 1, 2, 64).batches
     assert {batch.labels.shape for batch in held_out} == {(2, 16)}
 
 

@@ -302,7 +302,8 @@ def test_evaluation_is_one_set_with_equal_batch_counts_in_every_layout(root):
     sets = []
     for data_size, micro_batch in ((1, 1), (2, 1), (2, 4), (4, 2), (3, 5)):
         ranks = [
-            stream.evaluation(r, data_size, micro_batch, 16 * 19 + 3) for r in range(data_size)
+            stream.evaluation(r, data_size, micro_batch, 16 * 19 + 3).batches
+            for r in range(data_size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
         rows = [b.input_ids[i] for batches in ranks for b in batches for i in range(micro_batch)]
@@ -318,7 +319,7 @@ def test_evaluation_is_one_set_with_equal_batch_counts_in_every_layout(root):
 def test_five_samples_on_two_ranks_give_the_same_number_of_batches(tmp_path):
     write_corpus(tmp_path / "c", [counting_document(100)], [counting_document(16 * 5)])
     stream = stream_of(tmp_path, {"c": 1})
-    ranks = [stream.evaluation(rank, 2, 2, 10**6) for rank in range(2)]
+    ranks = [stream.evaluation(rank, 2, 2, 10**6).batches for rank in range(2)]
     assert [len(batches) for batches in ranks] == [2, 2]
     has_targets = [[(b.labels != IGNORED).any(axis=1).tolist() for b in some] for some in ranks]
     assert has_targets == [[[True, True], [True, False]], [[True, True], [False, False]]]

@@ -52,6 +52,7 @@ def train(folder, first, last, *, after_step, loss_offset=0.0, tokens_of=lambda 
                 accumulation=2,
                 skipped=step == 2,
                 val_loss=loss_offset + step + 0.5 if step % 3 == 0 else None,
+                bits_per_byte=1.5 if step % 3 == 0 else None,
             )
         )
     return writer
@@ -88,7 +89,7 @@ def test_x_is_the_optimizer_step_for_every_series_also_when_the_batch_changes(tm
     tags -= {"memory/device_gib", "network/mib_per_step", "memory/state_gib", "progress/seq_len"}
     seen = {tag for tag in accumulator.Tags()["scalars"] if not tag.startswith("wall_clock/")}
     assert seen - {"memory/device_gib"} == tags
-    sparse = {SERIES[field][0] for field in (*ONLY_WHEN_ANY, "val_loss")}
+    sparse = {SERIES[field][0] for field in (*ONLY_WHEN_ANY, "val_loss", "bits_per_byte")}
     for tag in tags - sparse:
         assert list(points(accumulator, tag)) == [1, 2, 3, 4, 5, 6], tag
     assert list(points(accumulator, "progress/tokens").values()) == [
