@@ -8,7 +8,7 @@
 #   RANK=val_loss  SEEDS=3
 #   RANK=517  RUN=tiny  STEP=100  PROMPT="The Congress"  DOC=17  TEXT=1  A=run  B=run  QUICK=1
 #   NOW=1  KIND=attempt,saved  FOLLOW=1  MTBF=2.8h
-#   SKIP="86:91 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  WHY="loss spike"
+#   SKIP="86:91 120:125"  EFFECT=advance|no_update  SEGMENT=0  TO=tiny-b  DECAY=0.8  WHY="loss spike"
 #   CLUSTER=h100  NODES=128  VERSUS="zero=3|zero=1"  JSON=1  PICTURE=plan.svg  GPU_HOURS=10000  MONEY=50000  DAYS=14
 #   ROWS=other.csv  CURVES=scaling.svg
 #   TOKENS=100  TEMPERATURE=0.8  TOP_P=0.95  SEED=0  DTYPE=bf16|fp32
@@ -38,6 +38,7 @@ RUN ?= $(RECIPE)
 STEP ?=
 SKIP ?=
 EFFECT ?=
+DECAY ?=
 SEGMENT ?=
 TO ?=
 WHY ?=
@@ -104,6 +105,7 @@ READ_BY_checkpoints := RUN
 READ_BY_verify := RUN STEP ALL
 READ_BY_rewind := RUN STEP SKIP EFFECT SEGMENT WHY
 READ_BY_branch := RUN STEP SEGMENT TO WHY OVERRIDES
+READ_BY_merge := RUN STEPS DECAY TO WHY OVERRIDES
 READ_BY_history := RUN
 READ_BY_reproduce := RUN NAME
 READ_BY_export := RUN STEP OUT TOKENIZER DTYPE
@@ -131,7 +133,7 @@ OF_GOALS = $(foreach goal,$(or $(MAKECMDGOALS),help),$(READ_BY_$(goal)))
 READ = PYTHON $(OF_GOALS) $(if $(filter RUN,$(OF_GOALS)),RECIPE)
 
 KNOWN := PYTHON RECIPE $(PLACES) OVERRIDES RANK ALL FIND PORT TESTS RUN STEP PROMPT IN OUT TOKENIZER VOCAB WORKERS \
-	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO WHY \
+	CORPUS SWEEP STEPS REPEATS RUNS NAME DOC TEXT EVERY TOKENS A B NOW KIND FOLLOW MTBF QUICK SKIP EFFECT SEGMENT TO DECAY WHY \
 	TEMPERATURE TOP_P SEED SEEDS DTYPE CLUSTER NODES VERSUS JSON PICTURE GPU_HOURS MONEY DAYS ROWS CURVES
 GIVEN := $(strip $(filter-out MAKEFLAGS SHELL,$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))))
 STRANGE := $(strip $(filter-out $(KNOWN),$(GIVEN)))
@@ -177,7 +179,7 @@ READY_FOR_TESTS := .venv/ready
 endif
 
 .PHONY: help pretrain test lint format show plan budget plan-check layouts dryrun recipes knobs runs status events stop goodput checkpoints verify export sample tensorboard bench \
-	matrix crash chaos rewind branch history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
+	matrix crash chaos rewind branch merge history reproduce python-given python-given-for-tests corpus corpus-import corpus-verify corpus-info tokenizer compare profile replay audit audit-diff doctor
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -249,6 +251,10 @@ rewind: $(READY) ## take RUN back to STEP and leave out the data of the steps SK
 
 branch: $(READY) ## a new run TO from STEP of RUN, linked, not copied (OVERRIDES= SEGMENT= WHY=)
 	@exec "$(PYTHON)" -m commands.branch "--step=$$STEP" "--segment=$$SEGMENT" "--to=$$TO" "--why=$$WHY" \
+	  "--overrides=$$OVERRIDES" -- "$$RUN"
+
+merge: $(READY) ## a new run TO with the average of checkpoints of RUN (STEPS=160:200:20 DECAY= OVERRIDES= WHY=)
+	@exec "$(PYTHON)" -m commands.merge "--steps=$$STEPS" "--decay=$$DECAY" "--to=$$TO" "--why=$$WHY" \
 	  "--overrides=$$OVERRIDES" -- "$$RUN"
 
 history: $(READY) ## the lineage of RUN: segments, skips, changes, branches

@@ -7,5 +7,6 @@ comm.py                    How ranks exchange small values during a save or a lo
 export.py                  Writes a checkpoint as a Hugging Face folder
 exported_tokenizer.py      Makes the tokenizer of an export agree with the training
 fragments.py               Finds the pieces of weights and optimizer states that this rank owns
+merging.py                 The average of several checkpoints, as a checkpoint
 lineage.py                 Segments of a run: which steps and checkpoints belong to it now
 """

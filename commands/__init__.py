@@ -17,6 +17,7 @@ goodput.py                 where every second of a run went, and the best checkp
 history.py                 the lineage of a run as a tree: segments, where each parts from the
 knobs.py                   every knob of a recipe and every key of the DeepSpeed JSON, from th
 layouts.py                 every way to lay a recipe out on a number of ranks
+merge.py                   a new run with the average of checkpoints of another
 pretrain.py                check everything in one short process, then become or start the run
 profile.py                 some steps of a run again, under torch's profiler, and where their
 recipes.py                 the recipes with size, length and axes, from the same arithmetic as

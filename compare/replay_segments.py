@@ -53,6 +53,12 @@ def plan(
     planned = []
     for old in sorted(wanted):
         line = opened[old]
+        if "merged" in line:
+            raise UserError(
+                f"segment {old} begins with an average of checkpoints (make merge), which no"
+                " training makes again; reproduce the run that was averaged:"
+                f" RUN={line['parent']['run']}"
+            )
         opens = renumbered(line, numbers) if line["parent"] is not None else None
         stops = {
             one["parent"]["step"]

@@ -311,8 +311,10 @@ def described(skip: Line, with_reason: bool = True) -> str:
 
 
 def reason(line: Line) -> str:
-    """Reason, author and time of a line, as far as they are known."""
+    """Reason, author and time of a line, as far as they are known; what was averaged for it."""
     why = f": {line['why']}" if line.get("why") else ""
+    if "merged" in line:
+        why = f", the average of steps {', '.join(map(str, line['merged']['steps']))}{why}"
     return why + (f" ({line['who']}, {line['since']})" if "who" in line else "")
 
 

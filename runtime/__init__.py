@@ -2,6 +2,7 @@
 
 resolve.py       Recipe, ranks and schedule -> layout, DeepSpeed JSON, length, warnings
 same_recipe.py   Refuses a run whose ranks have different recipes
+branching.py     Makes a new run from a checkpoint of another run
 run.py           One run as one rank holds it from its start to its end
 starting.py      Steps of a start: weights, segment, record, banner
 telemetry.py     Everything that observes the loop, behind one object

@@ -33,6 +33,7 @@ ASKED = {
     "verify": "nobody",
     "rewind": "nobody --step=1",
     "branch": "nobody --step=1 --to=x",
+    "merge": "nobody --steps=1 --to=x",
     "history": "nobody",
     "reproduce": "nobody",
     "export": "nobody",

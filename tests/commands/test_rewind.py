@@ -18,11 +18,12 @@ from run_tensors import tensors_of
 
 from checkpoint.format.manifest import committed
 from checkpoint.lineage import lineage_of, read
-from commands import branch, rewind
+from commands import branch, merge, rewind
 from data.stream.ledger import read_ledger
 from record import environment
 from record.records import read_events, read_metrics
 from record.run_folder import hold
+from runtime import branching
 
 STEPS, BACK = 14, 6
 BAD = (7, 9)  # data steps: met by steps 8 and 9
@@ -229,12 +230,36 @@ def test_conditions_are_recorded_once_where_they_do_not_change(runs):
     assert json.loads((runs / "bad" / "environment.json").read_text())["torch"]
 
 
+def test_an_average_goes_on_training_and_is_not_reproduced(clone, runs, said):
+    """Steps 9 and 12 of `clean`; the run of the average trains on another layout to its end."""
+    statuses, said = drive(
+        clone,
+        ["make", "merge", "RUN=clean", "STEPS=9:12:3", "TO=mean", "WHY=a try"],
+        ["commands.verify", "mean"],
+        ["commands.history", "mean"],
+        ["pretrain", "recipe=runs/mean/recipe.yaml", "zero=3", "micro_batch=4"],
+        ["commands.reproduce", "mean"],
+    )
+    assert statuses == [FINISHED] * 4 + [REFUSED], said
+    assert "runs/mean stands at step 12 with the average of steps 9, 12 of clean" in said
+    assert "from step 12 of run clean: no step on record here, the average of" in said
+    assert "reproduce the run that was averaged: RUN=clean" in said
+    old, new = (tensors_of(runs / "clean", step) for step in (9, 12))
+    mean = tensors_of(runs / "mean", 12)
+    assert mean.keys() == new.keys()
+    for key, tensor in mean.items():
+        expected = (old[key].double() + new[key].double()) / 2
+        assert torch.equal(tensor, expected.float()), key
+    steps = [line["step"] for line in read_metrics(runs / "mean")]
+    assert steps == list(range(1, STEPS + 1))
+
+
 @pytest.fixture
 def commands_of_make(clone, runs, monkeypatch):
-    """The commands rewind and branch, on the runs of the clone."""
-    for module in (rewind, branch):
+    """The commands rewind, branch and merge, on the runs of the clone."""
+    for module in (rewind, branch, merge, branching):
         monkeypatch.setattr(module, "ROOT", clone)
-    return {"rewind": rewind.main, "branch": branch.main}
+    return {"rewind": rewind.main, "branch": branch.main, "merge": merge.main}
 
 
 @pytest.mark.parametrize(
@@ -252,6 +277,13 @@ def commands_of_make(clone, runs, monkeypatch):
         ("branch", ["clean", "--step=12", "--to=new", "--overrides=seed=7"], "seed: 1234 in the"),
         ("branch", ["clean", "--step=12", "--to=new", "--overrides=batch_tokens=1024"],
          "batch_tokens=1024 would put step 12 at"),
+        ("merge", ["clean", "--to=new"], "STEPS=: name the checkpoints to average"),
+        ("merge", ["clean", "--steps=9:x", "--decay=1.5", "--to=bad"],
+         "STEPS=9:x: give first:last:every.*DECAY=1.5 is not.*runs/bad exists"),
+        ("merge", ["clean", "--steps=9:13:3", "--to=new"], "end at 12, or at 15"),
+        ("merge", ["clean", "--steps=14:9:1", "--to=new"], "first step is behind its last one"),
+        ("merge", ["clean", "--steps=9,10,11", "--to=new"], "STEP=10.*it has: 9, 12, 14.*STEP=11"),
+        ("merge", ["clean", "--steps=1:9999:1", "--to=new"], "9,999 checkpoints; at most 1,000"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_and_changes_nothing(
@@ -272,7 +304,8 @@ def test_a_damaged_checkpoint_and_a_run_that_is_training_are_refused(
     data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert commands_of_make["rewind"](["clean", "--step=9"]) == REFUSED
     assert commands_of_make["branch"](["clean", "--step=9", "--to=new"]) == REFUSED
-    assert capsys.readouterr().err.count(str(data)) == 2
+    assert commands_of_make["merge"](["clean", "--steps=9,12", "--to=new"]) == REFUSED
+    assert capsys.readouterr().err.count(str(data)) == 3
     lock = hold(runs / "clean")
     try:
         assert commands_of_make["rewind"](["clean", "--step=12"]) == REFUSED

@@ -20,6 +20,7 @@ SLIPS = {
     "audit_diff": [["--", NOTHING, NOTHING]],
     "budget": [["--gpu-hours=x"], ["--gpu-hours=100", f"--cluster={NOTHING}"]],
     "branch": [["--step=1", "--to=b", "--", NOTHING]],
+    "merge": [["--steps=1", "--to=b", "--", NOTHING]],
     "checkpoints": [[NOTHING]],
     "compare": [["--runs", f"{NOTHING} {NOTHING}"], ["--recipe", NOTHING, "--sweep=zero=1,2"]],
     "corpus": [["--in", NOTHING, "--out", NOTHING, "--tokenizer", NOTHING]],
