@@ -22,8 +22,6 @@ from checkpoint.format.blocks import Damaged
 from checkpoint.format.manifest import read_manifest
 from checkpoint.lineage import run_folder
 from checkpoint.load.choosing import Found
-from checkpoint.load.restoring import open_checkpoint
-from checkpoint.merging import average
 from record.run_status import start_command
 from runtime.branching import branched, make_run, name_problems, whole_checkpoint
 from runtime.resolve import attempt
@@ -105,6 +103,9 @@ def merge(
     shares = [decay ** (len(found) - 1 - number) for number in range(len(found))]
 
     def put(checkpoints: Path) -> None:
+        from checkpoint.load.restoring import open_checkpoint  # torch: only when nothing is wrong
+        from checkpoint.merging import average
+
         try:
             readers = [
                 open_checkpoint(Found(one.step, path, read_manifest(path))) for one, path in found

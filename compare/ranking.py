@@ -36,7 +36,7 @@ class RankedSide:
     noise: float | None = None
 
     @property
-    def is_told_apart(self) -> bool | None:
+    def is_distinguishable(self) -> bool | None:
         """True where the difference to the best is larger than the spread; None if not known."""
         if math.isinf(self.difference):
             return True

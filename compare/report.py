@@ -27,7 +27,7 @@ from compare.results import (
 
 NONE = "-"
 RANK_LEGEND = (
-    "{rank} = mean over seeds of the last validation loss of a run, {unit}. told apart ="
+    "{rank} = mean over seeds of the last validation loss of a run, {unit}. distinguishable:"
     " the difference to the best variant is larger than the spread (highest minus lowest) over the"
     " seeds of both; NO means that another set of seeds could change the order."
 )
@@ -198,7 +198,7 @@ def verdict(result: Agreement | None) -> str:
 
 
 def best(shown: Comparison) -> str:
-    """Sentence on the best variant, and on those that cannot be told apart from it."""
+    """Sentence on the best variant, and on those that are not distinguishable from it."""
     order = shown.ranked()
     if not order:
         return "No run was evaluated."
@@ -208,21 +208,23 @@ def best(shown: Comparison) -> str:
     text = f"Best: `{order[0].side.label}` with a validation loss of {loss}."
     if len(order) == 1:
         return text
-    if order[1].is_told_apart is None:
+    if order[1].is_distinguishable is None:
         return f"{text} One seed: it is not known whether the differences are more than chance."
-    close = [f"`{one.side.label}`" for one in order[1:] if one.is_told_apart is False]
+    close = [f"`{one.side.label}`" for one in order[1:] if one.is_distinguishable is False]
     if not close:
         return f"{text} Its differences to all others are larger than the spread over seeds."
     return (
-        f"{text} NOT TOLD APART from it, because the difference is not larger than the spread over"
-        f" seeds: {', '.join(close)}."
+        f"{text} NOT DISTINGUISHABLE from it, because the difference is not larger than the spread"
+        f" over seeds: {', '.join(close)}."
     )
 
 
 def rank_rows(shown: Comparison) -> list[list[str]]:
     """Rows of the table of variants in the order of validation loss; failed variants come last."""
     order = shown.ranked()
-    rows = [["variant", "place", shown.rank, "lowest to highest seed", "to the best", "told apart"]]
+    rows = [
+        ["variant", "place", shown.rank, "lowest to highest seed", "to the best", "distinguishable"]
+    ]
     answers = {True: "yes", False: "NO", None: NONE}
     for place, one_side in enumerate(order, start=1):
         is_best = place == 1
@@ -232,7 +234,7 @@ def rank_rows(shown: Comparison) -> list[list[str]]:
             f"{one_side.mean:.4f}" if math.isfinite(one_side.mean) else "not finite",
             f"{min(finite):.4f} to {max(finite):.4f}" if len(finite) > 1 else NONE,
             NONE if is_best or math.isinf(one_side.mean) else f"+{one_side.difference:.4f}",
-            NONE if is_best else answers[one_side.is_told_apart],
+            NONE if is_best else answers[one_side.is_distinguishable],
         ])  # fmt: skip
     found = {one_side.side.label for one_side in order}
     rows += [

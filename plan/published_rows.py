@@ -24,7 +24,7 @@ from plan.workload import ENGINES, Job, Profile, Shape
 # What is left out by name: a part of the source or of the model -> the reason, which is printed.
 EXCLUDED = (
     (r"Jean Zay V100", "", "the log's own repetitions differ by 40 %"),
-    (r"GPT-NeoX", "", "its conventions of FLOPs and batch cannot be told apart"),
+    (r"GPT-NeoX", "", "it does not say which FLOPs and which batch it counts"),
     (r"nanochat|modded-nanogpt", "", "another optimizer (Muon), whose work is not modelled"),
     (r"nanotron", r"80B@(32|64) ", "the allocator was at the edge of the card"),
     (r"llm-foundry", r"30b@.* s8192 ", "contradicts its neighbours in the same table"),

@@ -55,7 +55,7 @@ def saved_text(event: Mapping[str, Any]) -> str:
     size_mib = event["checkpoint_gib"] * 1024
     size = f"{size_mib:,.1f} MiB" if size_mib < 1024 else f"{event['checkpoint_gib']:,.2f} GiB"
     return (
-        f"step {event['step']}, {size} in {event['checkpoint_s']:.2f} s, training stood"
+        f"step {event['step']}, {size} in {event['checkpoint_s']:.2f} s, training waited"
         f" {event['checkpoint_stall_s']:.2f} s"
     )
 

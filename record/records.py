@@ -119,7 +119,7 @@ def damage(path: Path, needed: Collection[str] = (), most_bytes: float = math.in
     several = f"{len(bad)} lines are" if bad[1:] else "a line is"
     begins, problem = bad[-1]
     return (
-        f"{_shown(path)}: {several} damaged and left out: what stood there is missing here"
+        f"{_shown(path)}: {several} damaged and left out: their content is missing here"
         f" (line {_number_of(path, begins)}: {problem})"
     )
 

@@ -125,7 +125,7 @@ def length_in_steps(recipe: Recipe, schedule: Schedule, parameters: int) -> int:
 
 
 def rounding(recipe: Recipe, schedule: Schedule, steps: int, parameters: int) -> str:
-    """How `tokens` became whole steps, as a line; "" where `steps` is given or nothing rounded."""
+    """A line on the rounding of `tokens` to whole steps; "" where nothing was rounded."""
     if recipe.tokens is None:
         return ""
     wanted = CHINCHILLA * parameters if recipe.tokens == "chinchilla" else as_int(recipe.tokens)

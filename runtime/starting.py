@@ -67,7 +67,7 @@ def record_finished(folder: Path, step: int, world: int) -> None:
 
 
 def origin_of(recipe: Recipe, step: int, stream: Stream) -> tuple[Origin | None, list[str]]:
-    """Where the weights of a new run come from, and lines about it; None: drawn at random.
+    """The origin of a new run's weights, and lines about it; None: they are drawn at random.
 
     `step` is the update that the run goes on from. Raises UserError.
     """
@@ -180,7 +180,7 @@ def open_record(run: Run) -> RunRecord:
 
 
 def validation_of(run: Run) -> Validation:
-    """How this run's validation losses become numbers of the record."""
+    """Turns this run's validation losses into numbers of the record."""
     if run.held_out is None:
         return Validation([], None)
     num_bytes = run.stream.evaluation_bytes(run.recipe.eval_tokens)

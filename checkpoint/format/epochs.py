@@ -51,7 +51,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that took an epoch, told apart by host, namespace, pid and start time."""
+    """The process that took an epoch; host, namespace, pid and start time identify it."""
 
     epoch: int
     token: str  # random, because two folders of one name may count the same epochs

@@ -53,7 +53,7 @@ class SaveReport:
     problem: str | None  # why it failed: rank, path, cause
     bytes: int  # of all ranks together
     seconds: float
-    stall_s: float  # time for which training stood still
+    stall_s: float  # time for which training waited
     removed: tuple[int, ...] = ()  # steps of older checkpoints that were removed
     notes: tuple[str, ...] = ()  # failures that did no harm
 

@@ -199,8 +199,8 @@ def load_tokenizer(
     eod_token = eod_token or _token_text(config.get("eos_token"))
     if not eod_token and needs_end:
         raise UserError(
-            f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); documents "
-            "could not be told apart: name one of its tokens as the end token (eod=...)"
+            f"{folder}: the tokenizer has no end token (eos_token in {CONFIG_FILE}); the end of "
+            "a document could not be marked: name one of its tokens as the end token (eod=...)"
         )
     try:
         return TextTokenizer(path.read_text(encoding="utf-8"), config, eod_token or None)

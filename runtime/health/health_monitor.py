@@ -64,7 +64,7 @@ class HealthMonitor:
 
     @property
     def is_sick(self) -> bool:
-        """Whether this attempt ends after the step: the run is rewound, or it stops."""
+        """True where this attempt ends after the step: the run is rewound, or it stops."""
         return self.judgement.verdict in (Verdict.ROLL_BACK, Verdict.STOP)
 
     def begin(self, data: StepData) -> None:

@@ -107,7 +107,7 @@ class HealthState:
 
     @property
     def is_well(self) -> bool:
-        """Whether at most LONE recent steps were bad. Only such a checkpoint is rewound to."""
+        """True where at most LONE recent steps were bad. Only such a checkpoint is rewound to."""
         return self.skips_in_a_row == 0 and len(self.bad) <= LONE
 
 

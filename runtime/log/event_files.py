@@ -95,7 +95,7 @@ SERIES = {
     "other_s": ("time/other_s", "seconds of the step outside data, compute and optimizer"),
     "checkpoint_gib": ("saves/size_gib", "size of the checkpoint of this step, GiB"),
     "checkpoint_s": ("saves/save_s", "seconds from the start of the save to its commit"),
-    "checkpoint_stall_s": ("saves/stall_s", "seconds that training stood still for it"),
+    "checkpoint_stall_s": ("saves/stall_s", "seconds that training waited for it"),
     "checkpoint_gib_per_s": ("saves/gib_per_s", "size / seconds of the save, all ranks"),
     "goodput_useful": (
         "wall_clock/goodput",
@@ -156,7 +156,7 @@ PAGE = {
     },
     "Outside the step": {
         "Evaluation, s": "time/eval_s",
-        "Training stood still for the save, s": "saves/stall_s",
+        "Training waited for the save, s": "saves/stall_s",
         "Goodput: share of the wall clock in steps that count": "wall_clock/goodput",
     },
     "The machines": {

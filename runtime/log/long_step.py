@@ -72,7 +72,7 @@ def looker(console: Console, total_steps: int) -> Callable[[Doing], None]:
 
 
 def text_of(doing: Doing, total_steps: int) -> str:
-    """Where a step is, for a person."""
+    """The phase of a step and its rank's position in it, as text for a person."""
     if doing.phase == "end":
         return f"after step {doing.step}/{total_steps}: {duration(doing.step_s)} so far, ending"
     where = PARTS.get(doing.part, "between two parts of the step")

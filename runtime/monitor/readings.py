@@ -135,7 +135,7 @@ class ReadingsCollector:
         taken: set[str] = set()
         for rank, place in enumerate(self._places):
             if place.is_first_of_host:
-                # Of two hosts with one name the second is told apart by its rank.
+                # The second of two hosts with the same name is shown with its rank.
                 name = f"{place.host}.{rank}" if place.host in taken else place.host
                 taken.add(name)
                 self._hosts[rank] = HostReadings(name)

@@ -62,7 +62,7 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is global rank 0, which writes the record."""
+        """True on global rank 0, which writes the record."""
         return self.rank == 0
 
 
@@ -290,7 +290,7 @@ def report(error: UserError) -> None:
 
 
 def _is_first_to_report(error: UserError, local_rank: int, wait_s: float = FIRST_REPORTS_S) -> bool:
-    """Whether no other rank of this host reports the same text.
+    """True where no other rank of this host reports the same text.
 
     The rank that reports takes a socket name, which the kernel frees when the rank ends. The first
     rank of a host reports at once, and the launcher ends the others when it ends. The others wait
@@ -354,7 +354,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _under_srun() -> bool:
-    """Whether srun started this process. A shell in a SLURM job has SLURM_NTASKS, but no step."""
+    """True where srun started this process; the shell of a SLURM job has no SLURM_STEP_ID."""
     return "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
 
 

@@ -38,7 +38,7 @@ ALL_KEY = "all"
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun started this rank and brings the store."""
+    """True where torchrun started this rank and provides the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

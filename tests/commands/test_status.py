@@ -139,7 +139,7 @@ def test_events_are_readable_the_newest_last_also_of_unknown_kinds(folder, capsy
     assert lines[4].endswith("slow_rank    rank 1 is slow (step 9)")
     assert lines[5].endswith("finished     step 10, saved, at most 2.35 GiB a rank")
     assert "began        from the start, 2 ranks" in lines[0]
-    assert "saved        step 10, 512.0 MiB in 2.00 s, training stood 0.25 s" in lines[1]
+    assert "saved        step 10, 512.0 MiB in 2.00 s, training waited 0.25 s" in lines[1]
     assert lines[2].endswith("thunder      strikes 3, far [1, 0.6667]")
     assert "killed, rank 1 of node2; steps 1 to 2, nothing saved" in lines[3]
     chosen = said(capsys, "events", "mine", "--kind", "saved,attempt").splitlines()

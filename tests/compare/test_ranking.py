@@ -1,4 +1,4 @@
-"""compare.ranking: the order by validation loss, the spread over seeds, and what is not told apart.
+"""compare.ranking: the order by validation loss, the spread over seeds, distinguishable variants.
 
 Records are made by hand; tests/commands/test_compare.py trains a real sweep with seeds.
 """
@@ -33,9 +33,9 @@ def test_variants_are_ordered_by_the_mean_of_their_last_losses():
     assert [one.difference for one in order] == pytest.approx([0.0, 0.45, 1.05])
 
 
-@pytest.mark.parametrize(("gap", "is_told_apart"), [(0.29, False), (0.31, True)])
+@pytest.mark.parametrize(("gap", "is_distinguishable"), [(0.29, False), (0.31, True)])
 def test_a_difference_that_is_not_larger_than_the_spread_of_either_is_not_told_apart(
-    gap, is_told_apart
+    gap, is_distinguishable
 ):
     """The best has a spread of 0.1, the other one of 0.3."""
     best = side("best", 2.0, 2.05, 2.1)
@@ -43,19 +43,19 @@ def test_a_difference_that_is_not_larger_than_the_spread_of_either_is_not_told_a
     order = ranking.ranked([side("other", mean - 0.15, mean, mean + 0.15), best])
     assert [one.side.label for one in order] == ["best", "other"]
     assert order[1].noise == pytest.approx(0.3)
-    assert order[1].is_told_apart is is_told_apart
+    assert order[1].is_distinguishable is is_distinguishable
 
 
 def test_with_one_seed_nothing_is_known_of_the_spread():
     best, other = ranking.ranked([side("a", 2.0), side("b", 3.0)])
-    assert (best.spread, other.noise, other.is_told_apart) == (None, None, None)
+    assert (best.spread, other.noise, other.is_distinguishable) == (None, None, None)
 
 
 def test_a_run_that_diverged_is_last_and_told_apart_and_one_without_evaluation_is_left_out():
     order = ranking.ranked([side("nan", None, 2.0), side("good", 2.0, 2.1), Side("none", [run()])])
     assert [one.side.label for one in order] == ["good", "nan"]
     assert math.isinf(order[1].mean)
-    assert order[1].is_told_apart is True
+    assert order[1].is_distinguishable is True
     assert ranking.ranked([Side("failed", reason="out of memory")]) == []
     both = ranking.ranked([side("a", None), side("b", None)])
     assert [one.difference for one in both] == [0.0, 0.0]

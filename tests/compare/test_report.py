@@ -222,7 +222,7 @@ def test_a_comparison_ranked_by_loss_shows_order_spread_and_what_is_not_told_apa
     text = markdown(learned)
     assert "2 seeds, the same for every variant: 1, 2" in text
     winner = "Best: `optim.lr=2e-3` with a validation loss of 3.1000 nats per token."
-    assert f"{winner} NOT TOLD APART" in text
+    assert f"{winner} NOT DISTINGUISHABLE" in text
     assert "over seeds: `optim.lr=4e-3`." in text
     assert row(text, "optim.lr=2e-3") == [
         "`optim.lr=2e-3`", "1", "3.1000", "3.0000 to 3.2000", "-", "-",
@@ -231,7 +231,7 @@ def test_a_comparison_ranked_by_loss_shows_order_spread_and_what_is_not_told_apa
     assert row(text, "optim.lr=1e-3")[1:] == ["3", "3.5500", "3.5000 to 3.6000", "+0.4500", "yes"]
     shown = terminal(learned)
     assert shown.index("optim.lr=2e-3  1 ") < shown.index("optim.lr=4e-3  2 ")
-    assert "NOT TOLD APART from it" in shown
+    assert "NOT DISTINGUISHABLE from it" in shown
     learned.sides.append(Side("optim.lr=9", reason="out of memory"))
     assert "| `optim.lr=9` | - | failed: out of memory | - | - | - |" in markdown(learned)
     alone = dataclasses.replace(learned, sides=[Side(s.label, s.runs[:1]) for s in learned.sides])
