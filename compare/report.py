@@ -88,6 +88,7 @@ def markdown(shown: Comparison) -> str:
     for title, rows in (
         ("Where the seconds of a step go", part_rows(shown)),
         ("Losses", loss_rows(shown)),
+        ("Numbers that the engine adds, medians over steps", scalar_rows(shown)),
         ("Communication of a step, MiB as rank 0 sees it", communication_rows(shown)),
         ("What differs", difference_rows(shown)),
         ("Runs", run_rows(shown)),
@@ -315,6 +316,17 @@ def loss_rows(shown: Comparison) -> list[list[str]]:
             gap = "not compared" if result.reason else f"{result.by_side[side.label]:.2g}"
             rows.append([f"`{side.label}`", *(one(losses[s], ".6f") for s in picked), gap])
     return rows
+
+
+def scalar_rows(shown: Comparison) -> list[list[str]]:
+    """Rows of the table of numbers that the engine adds to a step (StepResult.scalars)."""
+    found = {side.label: side.extra_scalars() for side in shown.sides}
+    names = sorted({name for numbers in found.values() for name in numbers})
+    return [["", *names]] + [
+        [f"`{label}`", *(one(numbers.get(name), ".6g") for name in names)]
+        for label, numbers in found.items()
+        if numbers
+    ]
 
 
 def communication_rows(shown: Comparison) -> list[list[str]]:

@@ -13,14 +13,13 @@ import dataclasses
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from base.units import MIB
 from compare.ranking import ranked
 from compare.report import Comparison, markdown
-from compare.results import Side, differing
+from compare.results import Side, differing, extra_scalars
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
 
 FOLDER, REPORT = "tensorboard", "report"
@@ -134,13 +133,3 @@ def curves(side: Side) -> dict[int, dict[str, Any]]:
         if extra:
             drawn[step]["scalars"] = extra
     return drawn
-
-
-def extra_scalars(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The medians of what the engine recorded beside the fields of every run, by name."""
-    known: dict[str, list[float]] = {}
-    for line in lines:
-        for name, value in line.get("scalars", {}).items():
-            if value is not None:
-                known.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in known.items()}

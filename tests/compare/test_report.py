@@ -351,7 +351,8 @@ def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
         assert {len(cells) for cells in rows} == {len(rows[0])}
 
 
-def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides):
+def test_extra_scalars_of_the_engine_reach_curves_and_report_of_a_comparison(two_sides):
+    assert "Numbers that the engine adds" not in report.markdown(two_sides)
     for number, run in enumerate(two_sides.sides[0].runs):
         for line in run.lines:
             line["scalars"] = {"router/z_loss": line["step"] + number, "gone": None}
@@ -363,3 +364,10 @@ def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides)
     assert all(
         "scalars" not in line for line in tensorboard_pages.curves(two_sides.sides[1]).values()
     )
+    steady = [line["step"] + n for n, r in enumerate(two_sides.sides[0].runs) for line in r.steady]
+    assert report.scalar_rows(two_sides) == [
+        ["", "router/z_loss"],
+        [f"`{two_sides.sides[0].label}`", f"{statistics.median(steady):.6g}"],
+    ]
+    page = report.markdown(two_sides)
+    assert "## Numbers that the engine adds, medians over steps\n\n|  | router/z_loss |" in page
