@@ -209,9 +209,11 @@ def run_lines(option: Option, view: Outlook) -> list[str]:
         ["tokens/s per GPU", spread(view.tokens_per_s / option.job.world, low, high, ",.0f"), ""],
         ["MFU", spread(100 * view.mfu, low, high, ".1f", "%"),
          f"attention over the full square; causal half: {view.mfu_causal:.1%}"],
-        ["days", spread(view.days, 1 / high, 1 / low, ".2f"),
+        [*(["days", spread(view.days, 1 / high, 1 / low, ".2f")] if view.days >= 1 else
+           ["hours", spread(24 * view.days, 1 / high, 1 / low, ".2f")]),
          f"{scaled(view.tokens)} tokens, failures and saves included"],
-        ["GPU-hours", spread(view.gpu_hours, 1 / high, 1 / low, ",.0f"), ""],
+        ["GPU-hours", spread(view.gpu_hours, 1 / high, 1 / low,
+                             ",.0f" if view.gpu_hours >= 100 else ".1f"), ""],
         ["goodput", f"{view.goodput:.1%}",
          f"with a save every {counted(view.interval, 'step')} (about {view.save_s:.0f} s each)"],
     ]  # fmt: skip
