@@ -81,8 +81,9 @@ def write_side(
         values = {**values, "ranks": side.runs[0].layout["world"]}
     plain = {key: value if isinstance(value, bool | float) else str(value)
              for key, value in values.items()}  # fmt: skip
-    # TensorBoard merges sessions of one name into one row, even those of two comparisons.
-    events.hyper_parameters(plain, f"{shown.name}: {name}", columns)
+    # TensorBoard merges sessions of one name into one row, even those of two comparisons. It shows
+    # the first letters of a name, so what tells the variants apart comes first.
+    events.hyper_parameters(plain, f"{name} ({shown.name})", columns)
     for step, line in lines.items():
         events.scalars(step, line)
     events.results(max(lines), found, columns)

@@ -110,6 +110,16 @@ def test_the_table_agrees_with_the_runs_own_metrics_to_the_digit(two_sides, tmp_
     assert "MFU: not known" in text
 
 
+def test_training_state_of_a_rank_stands_beside_the_peak_where_it_is_on_record(two_sides, make_run):
+    assert "state GiB" not in markdown(two_sides)
+    for side, gib in zip(two_sides.sides, (0.066, 0.056), strict=True):
+        side.runs = [read_run(make_run(f"with-{gib}", [60.0, 1.0, 1.0], state_gib=gib))]
+    header, *rows = report.main_rows(two_sides)
+    place = header.index("state GiB of a rank")
+    assert header[place + 1].startswith("peak ")
+    assert [cells[place] for cells in rows] == ["0.066", "0.056"]
+
+
 def test_a_busy_machine_is_said(two_sides):
     busy = dataclasses.replace(two_sides, loads=[0.5, 20.25])
     assert "load average before the runs 0.5 to 20.2" in markdown(busy)
@@ -334,6 +344,7 @@ def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides,
             content[hparams.SESSION_START_INFO_TAG]
         )
         assert dict(session.hparams).keys() == {"zero"}
+        assert session.group_name == f"{side.label} (cmp)"
         experiment = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
         titles = [info.display_name for info in experiment.metric_infos]
         assert titles[:2] == ["tokens/s, all ranks (median)", "peak memory of a rank, GiB"]
