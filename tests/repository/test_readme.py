@@ -48,8 +48,8 @@ def walk(clone: Path, command: str, is_printed: bool = False) -> list[str]:
         return []
     if not command.startswith("make "):
         words = ["bash", "-c", command]
-    elif "HOSTFILE=" in command:  # hosts that are not here
-        words = ["make", "-n", *cpu_sized(command)[1:], f"PYTHON={sys.executable}"]
+    elif "HOSTFILE=" in command or (is_printed and needs_gpus(command)):
+        words = ["make", "-n", *shlex.split(command)[1:], f"PYTHON={sys.executable}"]
     else:
         words = shlex.split(command) if is_printed else cpu_sized(command)
         words.append(f"PYTHON={sys.executable}")
@@ -60,6 +60,11 @@ def walk(clone: Path, command: str, is_printed: bool = False) -> list[str]:
     if words[1] == "pretrain" and not is_printed:
         assert re.search(r"step +(\d+)/(\d+) ", done.stdout), done.stdout
     return printed_commands(done.stdout)
+
+
+def needs_gpus(command: str) -> bool:
+    """True for a training in full size, as `make recipes` and `make plan` print it."""
+    return "make pretrain" in command and "recipe.yaml" not in command
 
 
 def serve(clone: Path, command: str) -> None:
