@@ -88,7 +88,7 @@ PLACES := NPROC WORLD HOSTFILE INCLUDE EXCLUDE VIA SSH PASS SPARES
 READ_BY_help :=
 READ_BY_pretrain := RECIPE OVERRIDES $(PLACES)
 READ_BY_doctor := $(PLACES)
-READ_BY_show := RECIPE OVERRIDES $(PLACES)
+READ_BY_show := RECIPE OVERRIDES ALL $(PLACES)
 READ_BY_layouts := RECIPE OVERRIDES ALL $(PLACES)
 READ_BY_plan := RECIPE OVERRIDES CLUSTER NODES WORLD VERSUS JSON PICTURE
 READ_BY_budget := OVERRIDES CLUSTER NODES GPU_HOURS MONEY DAYS
@@ -198,8 +198,8 @@ pretrain: $(READY) ## train RECIPE on NPROC ranks of this machine (all its GPUs)
 doctor: $(READY) ## check this machine, or every host of HOSTFILE, and the links between them
 	@exec "$(PYTHON)" -m commands.doctor $(PLACE)
 
-show: $(READY) ## composed recipe, layout, DeepSpeed JSON, memory; starts nothing (NPROC=, HOSTFILE= or WORLD=ranks)
-	@exec "$(PYTHON)" -m commands.show $(PLACE) $(ARGUMENTS) "$$RECIPE"
+show: $(READY) ## layout, memory, time, cost, knobs of RECIPE; starts nothing (NPROC=, HOSTFILE= or WORLD=ranks, ALL=1)
+	@exec "$(PYTHON)" -m commands.show $(PLACE) $(if $(filter 1,$(ALL)),--all) $(ARGUMENTS) "$$RECIPE"
 
 layouts: $(READY) ## legal layouts of RECIPE on WORLD ranks, and why others are not (ALL=1: all)
 	@exec "$(PYTHON)" -m commands.layouts $(PLACE) $(if $(filter 1,$(ALL)),--all) $(ARGUMENTS) "$$RECIPE"

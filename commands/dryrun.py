@@ -17,16 +17,16 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from base.command_line import Parser, add_overrides, arguments_of, refuse
+from base.command_line import Parser
 from base.errors import UserError
 from base.table import scaled, table
 from base.units import GIB
 from data.stream.schedule import schedule_of
-from launch.hosts.own_gpus import ranks_of_gpus
-from launch.hosts.place import add_place, planned_world
+from launch.hosts.own_gpus import answer_about_recipe, ranks_or_own
 from model.cost import BYTES, activation_bytes, blocks_recomputed, head_dim
 from parallel.layout import Coordinates, Layout
 from recipes.compose import compose
@@ -40,18 +40,15 @@ from runtime.resolve import Resolved, resolve
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.dryrun`; returns the exit status."""
     parser = Parser(prog="make dryrun", description=__doc__)
-    add_place(parser)
     parser.add_argument("--rank", default="0", help="which of them, from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_overrides(parser, "+", "recipe, then overrides")
-    options = parser.parse_args(arguments)
-    try:
-        recipe_name, *overrides = arguments_of(options)
-        seen = collect(recipe_name, overrides, planned_world(options), options.rank)
-    except UserError as error:
-        return refuse(error)
-    print(json.dumps(seen, indent=2) if options.json else text(seen))
-    return 0
+    return answer_about_recipe(parser, arguments, answer)
+
+
+def answer(name: str, overrides: list[str], world: int | None, options: Namespace) -> str:
+    """What is printed. Raises UserError."""
+    seen = collect(name, overrides, world, options.rank)
+    return json.dumps(seen, indent=2) if options.json else text(seen)
 
 
 def collect(
@@ -59,7 +56,7 @@ def collect(
 ) -> dict[str, Any]:
     """All values of the output, as plain JSON. Raises UserError with every problem."""
     recipe = compose(recipe_name, overrides, ds_problems).recipe
-    ranks = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
+    ranks = ranks_or_own(recipe, world)
     resolved = resolve(recipe, ranks, schedule_of(recipe))
     number = read_rank(rank, ranks)
     confirm(resolved.config)

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from base.command_line import Parser, add_overrides, arguments_of, refuse
+from base.command_line import Parser
 from base.errors import UserError
 from base.table import table
 from base.units import GIB
 from base.values import counted
-from launch.hosts.own_gpus import ranks_of_gpus
-from launch.hosts.place import add_place, planned_world
+from launch.hosts.own_gpus import answer_about_recipe, ranks_or_own
 from parallel.communication_volume import context_bytes, pipeline_bytes, tensor_bytes
 from parallel.layout import Layout, most_parameters, solve
 from parallel.legal import FEATURES, REFUSED, candidates, overrides, problems, refused_pairs
@@ -37,20 +37,16 @@ SHOWN = 40
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.layouts`; returns the exit status."""
     parser = Parser(prog="make layouts", description=__doc__)
-    add_place(parser)
     parser.add_argument("--all", action="store_true", help="all legal layouts, not the leanest")
-    add_overrides(parser, "+", "recipe, then overrides")
-    options = parser.parse_args(arguments)
-    try:
-        recipe_name, *overrides = arguments_of(options)
-        recipe = compose(recipe_name, overrides).recipe
-        world = planned_world(options) or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
-        own = load_preset(recipe.zero).stage
-    except UserError as error:
-        return refuse(error)
+    return answer_about_recipe(parser, arguments, answer)
+
+
+def answer(name: str, overrides: list[str], world: int | None, options: Namespace) -> str:
+    """What is printed. Raises UserError."""
+    recipe = compose(name, overrides).recipe
+    world, own = ranks_or_own(recipe, world), load_preset(recipe.zero).stage
     legal, illegal = sort(recipe, world, own)
-    print("\n".join(text(recipe, world, own, legal, illegal, None if options.all else SHOWN)))
-    return 0
+    return "\n".join(text(recipe, world, own, legal, illegal, None if options.all else SHOWN))
 
 
 def sort(

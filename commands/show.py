@@ -2,9 +2,10 @@
 
     python -m commands.show [--world 64 | --nproc 8 --hostfile hosts] [--json] -- 7b zero=2
 
-Prints the composed recipe with the origin of each knob, the layout, the length of the run, the
-exact DeepSpeed JSON with the origin of each key, and the bytes of training state. One rule: it
-computes nothing itself; the numbers are those that the launcher and the run use.
+Prints the layout, memory, time and cost as the planner predicts them, the length of the run, the
+knobs that differ from their defaults (`--all`: all, and the JSON itself) and the keys of the
+DeepSpeed JSON, each with its origin. One rule: it computes nothing itself; the numbers are those
+that the planner, the launcher and the run use.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from base.command_line import Parser, add_overrides, arguments_of, refuse
+from base.command_line import Parser
 from base.errors import UserError
 from base.paths import ROOT
 from base.table import scaled, table
@@ -25,10 +27,13 @@ from checkpoint.save.interval import risk
 from data.stream.schedule import Schedule, schedule_of
 from data.stream.sources import drawn
 from data.stream.stream import open_stream
-from launch.hosts.own_gpus import ranks_of_gpus
-from launch.hosts.place import add_place, planned_world
+from launch.hosts.own_gpus import answer_about_recipe, ranks_or_own
 from model.cost import flops_per_token
 from parallel.layout import parameters_per_stage
+from plan.choose import own_option
+from plan.explanation import memory_lines, plain, run_lines
+from plan.outlook import outlook
+from recipes.check import knob_names
 from recipes.compose import compose
 from recipes.composed_file import Composed
 from recipes.schema import Recipe
@@ -43,24 +48,22 @@ from runtime.resolve import Resolved, resolve
 def main(arguments: Sequence[str]) -> int:
     """Entry of `python -m commands.show`; returns the exit status."""
     parser = Parser(prog="make show", description=__doc__)
-    add_place(parser)
+    parser.add_argument("--all", action="store_true", help="all knobs, and the DeepSpeed JSON")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    add_overrides(parser, "+", "recipe, then overrides")
-    options = parser.parse_args(arguments)
-    try:
-        recipe_name, *overrides = arguments_of(options)
-        shown = collect(recipe_name, overrides, planned_world(options))
-    except UserError as error:
-        return refuse(error)
-    print(json.dumps(shown, indent=2) if options.json else text(shown))
-    return 0
+    return answer_about_recipe(parser, arguments, answer)
+
+
+def answer(name: str, overrides: list[str], world: int | None, options: Namespace) -> str:
+    """What is printed. Raises UserError."""
+    shown = collect(name, overrides, world)
+    return json.dumps(shown, indent=2) if options.json else text(shown, options.all)
 
 
 def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None) -> dict[str, Any]:
     """Everything that is shown, as plain values. Raises UserError with every problem."""
     composed = compose(recipe_name, overrides, ds_problems)
     recipe = composed.recipe
-    world = world or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
+    world = ranks_or_own(recipe, world)
     schedule = schedule_of(recipe)
     resolved = resolve(recipe, world, schedule)
     if recipe.cluster.device == "auto" and not visible_gpus():
@@ -69,12 +72,14 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
             raise UserError(*problems)
     confirm(resolved.config)
     sources, refused = usage(recipe, schedule, resolved.last_step)
+    run = length(recipe, resolved, schedule)
     return {
         "recipe": dataclasses.asdict(recipe),
         "recipe_origins": composed.origins,
         "layout": resolved.layout.as_dict(),
         "layout_text": resolved.layout.describe(),
-        "run": length(recipe, resolved, schedule),
+        "run": run,
+        "plan": predicted(recipe, world, run["tokens"]),
         "at_risk": risk(
             recipe.checkpoint.interval, recipe.checkpoint.minutes, recipe.cluster.mtbf_hours
         ),
@@ -85,6 +90,17 @@ def collect(recipe_name: str, overrides: Sequence[str], world: int | None = None
         "data": sources,
         "warnings": [*composed.warnings, *resolved.warnings, *refused],
     }
+
+
+def predicted(recipe: Recipe, world: int, tokens: int) -> dict[str, Any]:
+    """What the planner says of this layout: values and text, or why it says nothing."""
+    try:
+        option = own_option(recipe, world)
+    except UserError as error:
+        return {"problem": error.problems[0]}
+    view = outlook(option.job, option.machine, option.time.total, tokens)
+    texts = {"memory_text": memory_lines(option), "run_text": run_lines(option, view)}
+    return plain(option, tokens) | texts
 
 
 def length(recipe: Recipe, resolved: Resolved, schedule: Schedule) -> dict[str, Any]:
@@ -170,21 +186,20 @@ def usage(recipe: Recipe, schedule: Any, last_step: int) -> tuple[list[dict[str,
         return used, [f"refused at start: {problem}" for problem in error.problems]
 
 
-def text(shown: dict[str, Any]) -> str:
-    """The same for people."""
-    origins = shown["recipe_origins"]
-    knobs = [
-        [name, _plain(value), origins.get(name, "default")]
-        for name, value in _leaves(shown["recipe"])
-    ]
-    run, state_ = shown["run"], shown["state"]
+def text(shown: dict[str, Any], is_whole: bool = False) -> str:
+    """The same for people; `is_whole` also prints knobs at their defaults, and the JSON itself."""
+    plan, run = shown["plan"], shown["run"]
     keys = [[key, json.dumps(value)] for key, value in _leaves(shown["ds_config"])]
     lines = [
-        "recipe",
-        table(knobs),
-        "",
         "layout",
         f"  {shown['layout_text']}",
+        "",
+        *(line for line in plan.get("memory_text", [])),
+        "training state of a rank, without activations and buckets (make dryrun RANK= adds them)",
+        _state(shown["state"]),
+        "",
+        "time and cost, as the planner predicts them (make plan compares other layouts)",
+        *plan.get("run_text", [f"  not predicted: {plan.get('problem')}"]),
         "",
         "run",
         f"  {run['parameters']:,} parameters, {counted(run['steps'], 'step')}, {run['tokens']:,}"
@@ -196,16 +211,25 @@ def text(shown: dict[str, Any]) -> str:
         *_warmed_up(run["warmed_up"]),
         *(_source(use) for use in shown["data"]),
         "",
+        *_knobs(shown, is_whole),
+        "",
         f"DeepSpeed JSON (builds {shown['optimizer_class']})",
-        json.dumps(shown["ds_config"], indent=2),
-        "",
-        "where each key comes from",
         table([[key, value, shown["ds_origins"][key]] for key, value in keys]),
-        "",
-        "training state per rank, without activations and buckets (make dryrun RANK= adds them)",
-        _state(state_),
+        *([json.dumps(shown["ds_config"], indent=2)] if is_whole else []),
     ]
     return "\n".join([*lines, *(f"\nwarning: {line}" for line in shown["warnings"])])
+
+
+def _knobs(shown: dict[str, Any], is_whole: bool) -> list[str]:
+    """The knobs with their origins: all, or those that do not stand at their defaults."""
+    origins, known = shown["recipe_origins"], knob_names()
+    rows = [
+        [name, _plain(value), origins.get(name, "default")]
+        for name, value in _leaves(shown["recipe"])
+        if is_whole or (name in origins and (name not in known or value != known[name].default))
+    ]
+    what = "all knobs" if is_whole else "knobs that differ from their defaults (ALL=1: all)"
+    return [what, table(rows)]
 
 
 def _state(state_: dict[str, Any]) -> str:

@@ -89,6 +89,7 @@ def markdown(shown: Comparison) -> str:
     for title, rows in (
         ("Where the seconds of a step go", part_rows(shown)),
         ("Losses", loss_rows(shown)),
+        ("Numbers that the engine adds, medians over steps", scalar_rows(shown)),
         ("Communication of a step, MiB as rank 0 sees it", communication_rows(shown)),
         ("What differs", difference_rows(shown)),
         ("Runs", run_rows(shown)),
@@ -249,10 +250,12 @@ def main_rows(shown: Comparison) -> list[list[str]]:
     """Rows of the main table: a header, then one row for each side."""
     has_mfu = any(side.median("mfu") is not None for side in shown.sides)
     has_bytes = any(side.communication_bytes() for side in shown.sides)
+    has_state = any(side.median("state_gib") is not None for side in shown.sides)
     memory = "device" if any(r.summary["memory_of"] == "device" for r in shown.runs) else "host"
     header = [
         "variant" if shown.is_sweep else "run", "tokens/s", f"x `{shown.base.label}`",
         *(["MFU"] if has_mfu else []), "s/step",
+        *(["state GiB of a rank"] if has_state else []),
         f"peak {memory} GiB of a rank", *(["sent, MiB/step"] if has_bytes else []),
     ]  # fmt: skip
     rows = [header]
@@ -268,6 +271,7 @@ def main_rows(shown: Comparison) -> list[list[str]]:
             ratio(side, shown),
             *([one(side.median("mfu"), ".1%")] if has_mfu else []),
             one(side.median("step_s"), ".4g"),
+            *([one(side.median("state_gib"), ".3f")] if has_state else []),
             between(side.peaks_gib()),
             *([one(sum(bytes_.values()) / MIB if bytes_ else None, ",.4g")] if has_bytes else []),
         ])  # fmt: skip
@@ -285,6 +289,8 @@ def legend(shown: Comparison) -> list[str]:
         "Seconds are those of rank 0. Peak memory: the rank with the highest peak, and the lowest"
         " where it differs; host memory includes Python and its libraries.",
     ]  # fmt: skip
+    if any(side.median("state_gib") is not None for side in shown.sides):
+        lines.append("state = weights, gradients and optimizer, which ZeRO shares between ranks.")
     if any(side.communication_bytes() for side in shown.sides):
         lines.append("sent = counted payload of all collectives of a step on rank 0.")
     if not any(side.median("mfu") is not None for side in shown.sides):
@@ -319,6 +325,17 @@ def loss_rows(shown: Comparison) -> list[list[str]]:
             gap = "not compared" if result.reason else f"{result.by_side[side.label]:.2g}"
             rows.append([f"`{side.label}`", *(one(losses[s], ".6f") for s in picked), gap])
     return rows
+
+
+def scalar_rows(shown: Comparison) -> list[list[str]]:
+    """Rows of the table of numbers that the engine adds to a step (StepResult.scalars)."""
+    found = {side.label: side.extra_scalars() for side in shown.sides}
+    names = sorted({name for numbers in found.values() for name in numbers})
+    return [["", *names]] + [
+        [f"`{label}`", *(one(numbers.get(name), ".6g") for name in names)]
+        for label, numbers in found.items()
+        if numbers
+    ]
 
 
 def communication_rows(shown: Comparison) -> list[list[str]]:

@@ -89,6 +89,10 @@ class Side:
         known = [run.peaks_gib or [run.summary["peak_memory_gib"]] for run in self.runs]
         return [max(peaks) for peaks in zip(*known, strict=False)]
 
+    def extra_scalars(self) -> dict[str, float]:
+        """Medians of the numbers that the engine added to the steps, by name."""
+        return extra_scalars([line for run in self.runs for line in run.steady])
+
     def communication_bytes(self) -> dict[str, float]:
         """Median payload of a step on rank 0 in bytes, by kind of collective.
 
@@ -137,6 +141,16 @@ def read_json(path: Path) -> Any:
         raise ValueError(
             f"{path.name} is damaged ({error}); the next start of the run writes it again"
         ) from None
+
+
+def extra_scalars(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the numbers that the engine added to these metrics lines, by name."""
+    known: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.get("scalars", {}).items():
+            if value is not None:
+                known.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in known.items()}
 
 
 def ratios(side: Side, base: Side) -> Three | None:

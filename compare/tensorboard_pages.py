@@ -13,14 +13,13 @@ import dataclasses
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from base.units import MIB
 from compare.ranking import LEARNED, ranked
 from compare.report import Comparison, markdown
-from compare.results import Side, differing
+from compare.results import Side, differing, extra_scalars
 from runtime.log.event_files import FAMILIES, SERIES, EventFiles
 
 FOLDER, REPORT = "tensorboard", "report"
@@ -83,8 +82,9 @@ def write_side(
         values = {**values, "ranks": side.runs[0].layout["world"]}
     plain = {key: value if isinstance(value, bool | float) else str(value)
              for key, value in values.items()}  # fmt: skip
-    # TensorBoard merges sessions of one name into one row, even those of two comparisons.
-    events.hyper_parameters(plain, f"{shown.name}: {name}", columns)
+    # TensorBoard merges sessions of one name into one row, even those of two comparisons. It shows
+    # the first letters of a name, so what tells the variants apart comes first.
+    events.hyper_parameters(plain, f"{name} ({shown.name})", columns)
     for step, line in lines.items():
         events.scalars(step, line)
     events.results(max(lines), found, columns)
@@ -140,13 +140,3 @@ def curves(side: Side) -> dict[int, dict[str, Any]]:
         if extra:
             drawn[step]["scalars"] = extra
     return drawn
-
-
-def extra_scalars(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The medians of what the engine recorded beside the fields of every run, by name."""
-    known: dict[str, list[float]] = {}
-    for line in lines:
-        for name, value in line.get("scalars", {}).items():
-            if value is not None:
-                known.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in known.items()}

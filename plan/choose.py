@@ -111,10 +111,15 @@ def overrides_of(option: Option, free: Sequence[str]) -> list[str]:
 def prediction(recipe: Recipe, world: int) -> list[str]:
     """A line with the predicted speed and memory; [] where the cluster's GPU is not known."""
     try:
-        machine, _ = machine_for(recipe)
-        return [predicted_line(option_of(recipe, world, stage_of(recipe), machine))]
+        return [predicted_line(own_option(recipe, world))]
     except UserError:
         return []
+
+
+def own_option(recipe: Recipe, world: int) -> Option:
+    """Memory and time of a recipe as it stands. Raises UserError where its GPU is not known."""
+    machine, _ = machine_for(recipe)
+    return option_of(recipe, world, stage_of(recipe), machine)
 
 
 def predicted_line(option: Option) -> str:

@@ -122,8 +122,6 @@ def explained(option: Option, assumed: Sequence[str], tokens: float) -> list[str
         f"{option.recipe.run or 'recipe'}: {option.knobs}",
         f"  {option.layout.describe()}",
         "",
-        f"memory of a rank, as torch's allocator counts it (card: {option.machine.memory_gib:g} GiB"
-        f" {option.machine.gpu}; {RESERVE / GIB:.1f} GiB are kept for context and communicators)",
         *memory_lines(option),
         "",
         "time of a step",
@@ -145,12 +143,15 @@ def explained(option: Option, assumed: Sequence[str], tokens: float) -> list[str
 
 
 def memory_lines(option: Option) -> list[str]:
-    """A bar for each pipeline stage; of many stages the first, some between and the last."""
+    """A heading, then a bar for each pipeline stage; of many the first, some between, the last."""
     stages = memory_of_stages(option.job)
     worst = max(range(len(stages)), key=lambda index: stages[index].peak)
     chosen = sorted({0, 1, worst, len(stages) - 1} & set(range(len(stages))))
     usable = option.machine.usable_bytes
-    lines = []
+    lines = [
+        f"memory of a rank, as torch's allocator counts it (card: {option.machine.memory_gib:g} GiB"
+        f" {option.machine.gpu}; {RESERVE / GIB:.1f} GiB are kept for context and communicators)"
+    ]
     for index in chosen:
         stage = stages[index]
         parts = ", ".join(
@@ -208,13 +209,17 @@ def run_lines(option: Option, view: Outlook) -> list[str]:
         ["tokens/s per GPU", spread(view.tokens_per_s / option.job.world, low, high, ",.0f"), ""],
         ["MFU", spread(100 * view.mfu, low, high, ".1f", "%"),
          f"attention over the full square; causal half: {view.mfu_causal:.1%}"],
-        ["days", spread(view.days, 1 / high, 1 / low, ".2f"),
+        [*(["days", spread(view.days, 1 / high, 1 / low, ".2f")] if view.days >= 1 else
+           ["hours", spread(24 * view.days, 1 / high, 1 / low, ".2f")]),
          f"{scaled(view.tokens)} tokens, failures and saves included"],
-        ["GPU-hours", spread(view.gpu_hours, 1 / high, 1 / low, ",.0f"), ""],
+        ["GPU-hours", spread(view.gpu_hours, 1 / high, 1 / low,
+                             ",.0f" if view.gpu_hours >= 100 else ".1f"), ""],
         ["goodput", f"{view.goodput:.1%}",
          f"with a save every {counted(view.interval, 'step')} (about {view.save_s:.0f} s each)"],
     ]  # fmt: skip
-    if view.cost is not None:
+    if view.cost is None:
+        rows.append(["cost", "not known", "set cluster.price_per_hour, the price of one GPU"])
+    else:
         rows.append(["cost", spread(view.cost, 1 / high, 1 / low, ",.0f"), ""])
     return [table(rows)]
 

@@ -78,7 +78,7 @@ def machine_for(recipe: Recipe) -> tuple[Machine, list[str]]:
     if name is None:
         raise UserError(
             "cluster.gpu is not set, so the planner knows neither rates nor memory: choose"
-            f" CLUSTER=a100, h100, h200 or b200, set cluster.gpu to one of"
+            " cluster=a100, h100, h200 or b200, or set cluster.gpu to one of"
             f" {', '.join(known_gpus())}"
         )
     given = {
@@ -113,8 +113,6 @@ def assumptions(machine: Machine, given: dict) -> list[str]:
         )
         if field not in given
     ]
-    if machine.price_per_hour is None:
-        lines.append("cluster.price_per_hour is not set: no cost is printed")
     if machine.mtbf_hours is None:
         lines.append(
             "mean time between failures = 46,000 h / GPUs (Llama 3: one in 2.8 h on 16,384 GPUs)"

@@ -280,7 +280,7 @@ class Cluster:
         high=1e6,
     )
     price_per_hour: float | None = knob(
-        None, "price of one GPU, any currency; null = no cost is printed", low=0, high=1e6
+        None, "price of one GPU, any currency; null = the cost is not known", low=0, high=1e6
     )
     timeout_s: int = knob(600, "time limit of one collective", unit="seconds", low=1, high=LONG)
     lost_s: int = knob(

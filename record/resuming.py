@@ -28,6 +28,7 @@ from checkpoint.format.state import RunState
 from checkpoint.lineage import FILE, MARK, lineage_of, read, segments
 from checkpoint.load.allowed_changes import RecipeChange, check_resume
 from checkpoint.load.choosing import newest_whole
+from recipes.compose import compose
 from recipes.schema import Data, Recipe
 from record.history import EFFECTS, data_with_skips, described, in_force, is_covered, recorded
 from record.records import (
@@ -113,13 +114,33 @@ def standing(
     refuse_lost_segments(folder)
     state = newest_state(folder, last_step)
     if state is None:
-        return Standing(False, 0, [])
+        return Standing(False, 0, [], another_training(folder, recipe))
     notes = [line for line in (foreign(folder, recipe, state),) if line]
     try:
         changes = compare(state, recipe, data_state, past, read(folder))
     except UserError as error:
         raise UserError(*notes, *error.problems) from None
     return Standing(False, state.step, changes, notes)
+
+
+def another_training(folder: Path, recipe: Recipe) -> list[str]:
+    """A note where the run in `folder` trained another model or other data, and saved nothing."""
+    last = last_lines(folder / METRICS, 1, METRICS_HAVE)
+    try:
+        before = compose(str(folder / MARK)).recipe
+    except UserError:  # not readable by this version: nothing is known
+        return []
+    if not last or what_is_trained(before) == what_is_trained(recipe):
+        return []
+    return [
+        f"run={recipe.run}: this run holds another training, up to step {last[-1]['step']} and"
+        " without a checkpoint. This start replaces it; to train beside it, add run=NAME"
+    ]
+
+
+def what_is_trained(recipe: Recipe) -> tuple[Any, ...]:
+    """What makes two trainings different ones: shape, seed, and where the corpora are."""
+    return recipe.model, recipe.seed, [one.corpus for one in recipe.data.sources.values()]
 
 
 def foreign(folder: Path, recipe: Recipe, state: RunState) -> str | None:

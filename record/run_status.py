@@ -77,8 +77,9 @@ class RunStatus:
             return True
         if self.is_rewound or self.ended_by != "finished":
             return False
+        # The newest one: an earlier one may have reached further, before a rewind.
         reached = [event.get("step", 0) for event in self.events if event["kind"] == "finished"]
-        return total is None or max(reached, default=0) >= total
+        return total is None or (reached or [0])[-1] >= total
 
     @property
     def ended_by(self) -> str | None:

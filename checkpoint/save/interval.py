@@ -63,7 +63,7 @@ def risk(interval: int | str, minutes: float | None, mtbf_hours: float | None) -
     if interval == "auto":
         return "the work of one interval, by Young's formula (checkpoint.interval=auto)"
     if interval == 0:
-        return "all work since the start: it saves only at the end (checkpoint.interval=0)"
+        return "all work since the start: no save before the end (checkpoint.interval=0)"
     return f"the work of {counted(interval, 'step')} (checkpoint.interval={interval})"
 
 

@@ -1,4 +1,4 @@
-"""The number of ranks of a run on this machine where nobody gave one: all its GPUs.
+"""The number of ranks of a run where nobody gave one: all GPUs of this machine.
 
 Rule: a GPU that stays idle is reported. Where the recipe cannot use all GPUs, it gets as many as it
 can use.
@@ -6,18 +6,49 @@ can use.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from base.command_line import Parser, add_overrides, arguments_of, carry_out
 from base.errors import UserError
+from base.exits import FINISHED
 from base.values import counted
 from data.stream.schedule import schedule_of
 from launch.hosts import facts
+from launch.hosts.place import add_place, planned_world
 from recipes.schema import Recipe
 from runtime.resolve import resolve
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def answer_about_recipe(
+    parser: Parser,
+    arguments: Sequence[str],
+    answer: Callable[[str, list[str], int | None, argparse.Namespace], str],
+) -> int:
+    """A command that describes a recipe on some ranks and starts nothing; returns the exit status.
+
+    It takes the options of the place besides those of `parser`, and prints what `answer` gives for
+    the recipe's name, the overrides, the number of ranks (None = not given) and all options.
+    """
+    add_place(parser)
+    add_overrides(parser, "+", "recipe, then overrides")
+    options = parser.parse_args(arguments)
+
+    def act() -> int:
+        name, *overrides = arguments_of(options)
+        print(answer(name, overrides, planned_world(options), options))
+        return FINISHED
+
+    return carry_out(act)
+
+
+def ranks_or_own(recipe: Recipe, given: int | None) -> int:
+    """The ranks that are given; else one for each GPU here; else the fewest it can have."""
+    return given or ranks_of_gpus(recipe) or recipe.parallel.model_ranks
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:

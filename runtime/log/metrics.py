@@ -193,13 +193,15 @@ class MetricsWriter:
         if self._events is None:
             return
         has_mfu = self._flops_per_token is not None and self._peak_flops is not None
-        from runtime.log.event_files import FAMILIES, RESULTS
+        from runtime.log.event_files import FAMILIES, RESULTS, segment_folder
 
         self._uncharted = {*unrecorded, *([] if has_mfu else ["mfu"]), *FAMILIES}
         self._events.page(without=self._uncharted)
         self._events.legend()
         # Short, because the tab shows only about twelve letters of it.
-        session = self.folder.name + (f".{self.segment}" if self.segment else "")
+        session, folder = self.folder.name, segment_folder(self.folder, self.segment)
+        if self.segment:
+            session += f" after {folder.name.rpartition('-')[2]}"
         columns = {
             field: column
             for field, column in RESULTS.items()

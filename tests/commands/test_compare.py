@@ -265,7 +265,9 @@ PAGES = {
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_of_tensorboard_is_full_and_its_names_are_whole(store, page):
     address, browser = store
-    labels = {"images": ["report"], "hparams": [f"by: {each}" for each in LABELS]}.get(page, LABELS)
+    labels = {"images": ["report"], "hparams": [f"{each} (by)" for each in LABELS]}.get(
+        page, LABELS
+    )
     text = browser.open(f"{address}#{page}", [*PAGES[page], *labels])
     assert not re.search(r"(?i)no \w+ data was found|no dashboards are active", text)
     assert "Model FLOP utilisation" not in text  # the peak of a CPU is not known: no empty chart

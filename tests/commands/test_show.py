@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -14,8 +16,8 @@ from base.errors import UserError
 from base.exits import DO_NOT_RETRY
 from base.paths import ROOT
 from base.table import scaled, table
+from commands import plan, show
 from commands import recipes as recipes_list
-from commands import show
 from recipes.compose import recipe_names
 
 
@@ -44,12 +46,54 @@ def test_every_recipe_is_shown_on_the_fewest_ranks_it_runs_on(recipe_name):
 
 def test_the_json_printed_is_the_json_the_engine_gets():
     shown = show.collect("7b", ["zero=2", "ds.zero_optimization.overlap_comm=true"], 64)
-    text = show.text(shown)
-    assert json.dumps(shown["ds_config"], indent=2) in text
+    assert json.dumps(shown["ds_config"], indent=2) in show.text(shown, is_whole=True)
     assert shown["ds_origins"].keys() == dict(show._leaves(shown["ds_config"])).keys()
     key = "zero_optimization.overlap_comm"
     assert shown["ds_origins"][key] == f"ds.{key} (override)"
     assert shown["layout"]["data"] == 64
+
+
+def test_layout_memory_time_and_cost_of_the_planner_come_first():
+    words = ["zero=2", "cluster.price_per_hour=2.5"]
+    shown = show.collect("7b", words, 64)
+    text = show.text(shown)
+    parts = ["layout", "memory of a rank", "training state", "time and cost", "tokens/s", "days",
+             "GPU-hours", "cost ", "run\n", "knobs that differ", "DeepSpeed JSON"]  # fmt: skip
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    planned = json.loads(said_by_plan(["--json", "--world=64", "7b", *words]))["winner"]
+    assert shown["plan"]["step_s"] > planned["step_s"] > 0  # the recipe recomputes, the plan chose
+    (option,) = json.loads(
+        said_by_plan(["--json", "--world=64", "7b", *words, "parallel.tensor=1", "micro_batch=1",
+                      "recompute=full"])
+    )["options"]  # fmt: skip
+    for name in ("step_s", "memory_bytes", "tokens_per_s"):
+        assert shown["plan"][name] == option[name]
+    assert "not known" in show.text(show.collect("7b", [], 64))
+    assert "not predicted: cluster.gpu is not set" in show.text(show.collect("tiny", []))
+
+
+def said_by_plan(arguments: list[str]) -> str:
+    """What `make plan` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert plan.main(arguments) == 0
+    return printed.getvalue()
+
+
+def test_only_knobs_that_differ_from_their_defaults_are_shown_without_all(capsys):
+    def knobs(*options: str) -> dict[str, str]:
+        assert show.main([*options, "--", "7b", "micro_batch=2", "optim.beta1=0.9"]) == 0
+        text = capsys.readouterr().out.split("knobs", 1)[1].split("DeepSpeed JSON")[0]
+        return {line.split()[0]: line.split()[1] for line in text.splitlines()[1:] if line}
+
+    few, every = knobs(), knobs("--all")
+    assert few["micro_batch"] == "2"
+    # Given, but as the default is.
+    assert "optim.beta1" not in few
+    assert "health.window" not in few
+    assert every["optim.beta1"] == "0.9"
+    assert few.items() < every.items()
 
 
 def test_state_bytes_are_those_of_the_layout():
@@ -147,7 +191,7 @@ def test_overrides_reach_the_recipe_as_they_were_typed():
     """Neither make nor the shell expands $, braces or *; blanks in quotes do not split."""
     typed = "'data.sources={a: {corpus: \"$HOME/*.{x,y} z\"}}' zero=2 'seed=${steps}'"
     command = ["make", "--no-print-directory", "show", f"PYTHON={sys.executable}"]
-    done = run_command([*command, f"OVERRIDES={typed}"], timeout_s=60)
+    done = run_command([*command, "ALL=1", f"OVERRIDES={typed}"], timeout_s=60)
     shown = dict(re.findall(r"^  (\S+) +(.*?)  +\S+$", done.stdout, re.M))
     assert shown["data.sources.a.corpus"] == "$HOME/*.{x,y} z"
     assert (shown["zero"], shown["seed"]) == ("2", shown["steps"])

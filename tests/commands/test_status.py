@@ -55,9 +55,11 @@ def held(folder):
 def over(folder: Path, cause: str, **fields) -> None:
     """The line of an attempt that is over."""
     seconds = {"start": 3.0, "detect": 1.0}
-    known = dict(from_step=0, last_step=2, saved_step=None, rank=1, host="node2", seconds=seconds)
+    known = dict(
+        attempt=1, from_step=0, last_step=2, saved_step=None, rank=1, host="node2", seconds=seconds
+    )
     times = dict(began_unix_s=time.time() - 60, ended_unix_s=time.time() - 5)
-    record_event(folder, "attempt", attempt=1, cause=cause, **(known | times | fields))
+    record_event(folder, "attempt", cause=cause, **(known | times | fields))
 
 
 def said(capsys, *words: str) -> str:
@@ -295,6 +297,18 @@ def test_status_of_a_run_that_reached_stop_after_says_how_to_go_on(folder, capsy
     assert 'NPROC=2 OVERRIDES="stop_after=null resume=auto"' in out
     assert "nothing is left to train" not in out
     assert saved.word == "stopped"
+
+
+def test_a_run_that_was_finished_and_rewound_is_not_finished_where_stop_after_ends_it(folder):
+    """The last step was reached once, in a segment that was abandoned since."""
+    for attempt, last in ((1, 50), (2, 20)):
+        facts = {"after_step": 0, "last_step": last, "total_steps": 50, "segment": attempt - 1}
+        record_event(folder, "began", attempt=attempt, **facts)
+        record_event(folder, "finished", attempt=attempt, step=last, is_saved=True)
+        over(folder, "finished", attempt=attempt)
+    seen = dataclasses.replace(run_status.status_of(folder), saved=(20, time.time()))
+    assert (seen.is_complete, seen.word) == (False, "stopped")
+    assert "stop_after=20 is reached, 50 steps are planned" in status.next_command(seen)[0]
 
 
 def test_status_counts_steps_of_a_recipe_in_tokens_as_the_attempt_resolved_them(folder, capsys):

@@ -110,6 +110,16 @@ def test_the_table_agrees_with_the_runs_own_metrics_to_the_digit(two_sides, tmp_
     assert "MFU: not known" in text
 
 
+def test_training_state_of_a_rank_stands_beside_the_peak_where_it_is_on_record(two_sides, make_run):
+    assert "state GiB" not in markdown(two_sides)
+    for side, gib in zip(two_sides.sides, (0.066, 0.056), strict=True):
+        side.runs = [read_run(make_run(f"with-{gib}", [60.0, 1.0, 1.0], state_gib=gib))]
+    header, *rows = report.main_rows(two_sides)
+    place = header.index("state GiB of a rank")
+    assert header[place + 1].startswith("peak ")
+    assert [cells[place] for cells in rows] == ["0.066", "0.056"]
+
+
 def test_a_busy_machine_is_said(two_sides):
     busy = dataclasses.replace(two_sides, loads=[0.5, 20.25])
     assert "load average before the runs 0.5 to 20.2" in markdown(busy)
@@ -335,6 +345,7 @@ def test_tensorboard_gets_one_run_per_variant_with_the_tables_numbers(two_sides,
             content[hparams.SESSION_START_INFO_TAG]
         )
         assert dict(session.hparams).keys() == {"zero"}
+        assert session.group_name == f"{side.label} (cmp)"
         experiment = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
         titles = [info.display_name for info in experiment.metric_infos]
         assert titles[:2] == ["tokens/s, all ranks (median)", "peak memory of a rank, GiB"]
@@ -352,7 +363,8 @@ def test_columns_of_a_report_have_as_many_cells_as_its_header(two_sides):
         assert {len(cells) for cells in rows} == {len(rows[0])}
 
 
-def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides):
+def test_extra_scalars_of_the_engine_reach_curves_and_report_of_a_comparison(two_sides):
+    assert "Numbers that the engine adds" not in report.markdown(two_sides)
     for number, run in enumerate(two_sides.sides[0].runs):
         for line in run.lines:
             line["scalars"] = {"router/z_loss": line["step"] + number, "gone": None}
@@ -364,3 +376,10 @@ def test_extra_scalars_of_the_engine_reach_the_curves_of_a_comparison(two_sides)
     assert all(
         "scalars" not in line for line in tensorboard_pages.curves(two_sides.sides[1]).values()
     )
+    steady = [line["step"] + n for n, r in enumerate(two_sides.sides[0].runs) for line in r.steady]
+    assert report.scalar_rows(two_sides) == [
+        ["", "router/z_loss"],
+        [f"`{two_sides.sides[0].label}`", f"{statistics.median(steady):.6g}"],
+    ]
+    page = report.markdown(two_sides)
+    assert "## Numbers that the engine adds, medians over steps\n\n|  | router/z_loss |" in page

@@ -24,7 +24,7 @@ from checkpoint.save.commit import save
 from checkpoint.save.retention import Keep
 from data.stream.collect import LedgerCollector
 from data.stream.ledger import Ledger, read_ledger
-from recipes.compose import compose_command
+from recipes.compose import compose_command, recipe_yaml
 from record import history
 from record.records import record_event
 from record.resuming import standing
@@ -186,6 +186,18 @@ def test_another_training_under_the_name_of_a_run_is_named_first_with_two_ways_o
     with pytest.raises(UserError) as refused:  # the same training with another rate
         stands(run, "optim.lr=1e-4")
     assert not any("another training" in line for line in refused.value.problems)
+
+
+def test_another_training_that_saved_nothing_is_named_before_it_is_replaced(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe()))
+    assert stands(tmp_path, "data=sotu").notes == []  # nothing was trained
+    line = {"segment": 0, "step": 3, "attempt": 1, "loss": 9.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert stands(tmp_path, "optim.lr=1e-4").notes == []
+    for words in (["data=sotu"], ["model.hidden_size=512"], ["seed=7"]):
+        (note,) = stands(tmp_path, *words).notes
+        assert note.startswith("run=r: this run holds another training, up to step 3 and without")
+        assert note.endswith("to train beside it, add run=NAME")
 
 
 def test_a_change_is_allowed_by_name_and_not_by_a_pattern(run):

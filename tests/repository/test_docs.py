@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from clones import make_clone
+from pages import commands_of
 from ranks import ROOT, run_command
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-COMMANDS = [
-    line.strip()
-    for page in DOCS
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+# test_readme.py walks the tutorials.
+PAGES = [page for page in DOCS if not page.name.startswith("tutorial-")]
+COMMANDS = [command for page in PAGES for command in commands_of(page.read_text())]
 MAKE = [command for command in COMMANDS if command.startswith("make ")]
 RUN = [command for command in MAKE if command.split()[1] in ("doctor", "show")]
 

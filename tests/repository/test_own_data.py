@@ -8,6 +8,7 @@ import shlex
 import sys
 
 from clones import make_clone
+from pages import commands_of
 from ranks import ROOT, run_command
 from text_inputs import json_lines, write_files
 
@@ -25,11 +26,7 @@ def test_its_commands_work_one_after_the_other(tmp_path):
     write_files(clone / "texts", files)
     write_files(clone / "corpora", {"sotu/tokenizer/x": ""})
     (clone / "corpora" / "sotu" / "tokenizer" / "x").unlink()
-    commands = [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-        for line in block.splitlines()
-    ]
+    commands = commands_of(TEXT)
     assert len(commands) == 6
     for command in commands:
         words = [*shlex.split(command), f"PYTHON={sys.executable}"]

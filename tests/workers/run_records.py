@@ -15,7 +15,7 @@ from runtime.resolve import resolve
 
 def write_run(
     root, name, seconds, *words, losses=None, val=(), sent=None, peaks=(1.5, 1.25),
-    surroundings=None,
+    surroundings=None, state_gib=None,
 ) -> Path:  # fmt: skip
     """Write runs/<name> below `root`, with the given seconds of each step; returns its folder."""
     place = root / name
@@ -28,7 +28,7 @@ def write_run(
     (place / "layout.json").write_text(json.dumps(resolved.layout.as_dict()))
     around = {"commit": "c" * 40, "torch": "2.13", "cores": 2, **(surroundings or {})}
     (place / "environment.json").write_text(json.dumps(around))
-    writer = MetricsWriter(place, world=ranks, tensorboard=False)
+    writer = MetricsWriter(place, world=ranks, tensorboard=False, state_gib=state_gib)
     ledger = Ledger(place / "ledger")
     for step, step_s in enumerate(seconds, start=1):
         tokens = schedule.tokens_after(step) - schedule.tokens_after(step - 1)
