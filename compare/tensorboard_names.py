@@ -42,7 +42,11 @@ def named(runs: Path, only: str = "") -> dict[str, Path]:
             hidden += made or []
         else:
             found |= segments(folder)
-    names = {folder.name for folder in runs.iterdir() if folder.name.startswith(tuple(hidden))}
+    names = {
+        folder.name
+        for folder in runs.iterdir()
+        if folder.name.startswith(tuple(hidden)) and not (folder / WHAT).is_file()
+    }
     return {
         name: path
         for name, path in found.items()
