@@ -4,8 +4,9 @@
     runs/tiny/tensorboard/segment-01-after-80    ->  tiny (after rewind to 80)
     runs/tiny-by-lr/tensorboard/optim.lr=0.001   ->  tiny-by-lr: lr=0.001
 
-Rule: each training is shown once. The runs of a comparison are hidden where the comparison is
-shown, because its variants have their curves. Imports no torch.
+Rule: each training is shown once. The runs that a comparison made are hidden where the comparison
+is shown, because its variants have their curves. A comparison of runs that existed shows only its
+report beside them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +35,18 @@ def named(runs: Path, only: str = "") -> dict[str, Path]:
     hidden: list[str] = []
     for folder in sorted(path.parent for path in runs.glob(f"*/{FOLDER}")):
         if (folder / WHAT).is_file():
-            found |= variants(folder, prefix=f"{folder.name}: ")
-            hidden += members(folder)
+            made = members(folder)
+            curves = variants(folder, prefix=f"{folder.name}: ")
+            found |= {name: path for name, path in curves.items()
+                      if made is not None or path.name == REPORT}  # fmt: skip
+            hidden += made or []
         else:
             found |= segments(folder)
-    names = {folder.name for folder in runs.iterdir() if folder.name.startswith(tuple(hidden))}
+    names = {
+        folder.name
+        for folder in runs.iterdir()
+        if folder.name.startswith(tuple(hidden)) and not (folder / WHAT).is_file()
+    }
     return {
         name: path
         for name, path in found.items()
@@ -67,10 +75,12 @@ def variants(folder: Path, prefix: str) -> dict[str, Path]:
     }
 
 
-def members(folder: Path) -> list[str]:
-    """Beginnings of the names of the runs that a comparison made; none of one of older runs."""
+def members(folder: Path) -> list[str] | None:
+    """Beginnings of the names of the runs that a comparison made; None: it is of older runs."""
     try:
         made = json.loads((folder / WHAT).read_text(encoding="utf-8"))
+        if made.get("kind") == "runs":
+            return None
         slugs = [variant["slug"] for variant in made.get("variants", ())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

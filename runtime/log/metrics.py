@@ -201,7 +201,7 @@ class MetricsWriter:
         # Short, because the tab shows only about twelve letters of it.
         session, folder = self.folder.name, segment_folder(self.folder, self.segment)
         if self.segment:
-            session += f" after {folder.name.rpartition('-')[2]}"
+            session += f".{self.segment} after {folder.name.rpartition('-')[2]}"
         columns = {
             field: column
             for field, column in RESULTS.items()

@@ -48,6 +48,18 @@ def test_names_are_short_and_the_runs_of_a_comparison_are_not_shown_twice(runs):
     }
 
 
+def test_a_comparison_of_runs_that_existed_adds_only_its_report(runs):
+    before = set(named(runs))
+    for comparison in ("tiny-vs-branch", "by-lr.lr-0.001.r1-vs-tiny"):
+        for name in ("tiny", "branch", "report"):
+            (runs / comparison / "tensorboard" / name).mkdir(parents=True)
+        content = {"kind": "runs", "runs": ["tiny", "branch"]}
+        (runs / comparison / "comparison.json").write_text(json.dumps(content))
+    added = {"tiny-vs-branch: report", "by-lr.lr-0.001.r1-vs-tiny: report"}
+    assert set(named(runs)) - before == added
+    assert set(named(runs, "tiny-vs-branch")) == {"tiny", "branch", "report"}
+
+
 def test_one_run_or_comparison_alone(runs):
     assert set(named(runs, "by-lr")) == {"lr=1e-3", "lr=2e-3", "report"}
     assert set(named(runs, "by-lr.lr-0.001.r1")) == {"by-lr.lr-0.001.r1"}

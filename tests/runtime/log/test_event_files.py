@@ -232,7 +232,7 @@ def test_hyper_parameters_have_their_values_and_the_result_metrics_of_the_run(tm
     rewound.close()
     content = read(folder, 1).PluginTagToContent("hparams")
     start = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
-    assert start.group_name == "run after 0"  # no history says where the segment leaves
+    assert start.group_name == "run.1 after 0"  # no history says where the segment leaves
 
 
 def test_the_custom_page_draws_only_series_that_exist(tmp_path):
