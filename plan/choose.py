@@ -21,10 +21,13 @@ from base.errors import UserError
 from base.units import GIB, MIB
 from model.cost import num_parameters
 from parallel.communication_volume import context_bytes, tensor_bytes
+from plan.communication_time import gathers_of_pass, summed_bytes
 from plan.explanation import TERMS, is_calibrated, speed_range
 from plan.losers import losers_of
+from plan.memory_use import stage_parameters
 from plan.recipe_jobs import machine_for
 from plan.search import Option, confirmed, option_of, search, stage_of
+from plan.workload import WIDTH
 from recipes.compose import AUTO, STAND_INS, Composed, compose
 from recipes.schema import Recipe
 from record.predictions import read_plan
@@ -166,16 +169,23 @@ def predicted_terms(option: Option) -> dict[str, Any]:
 
 
 def communication_mib(option: Option) -> float | None:
-    """MiB that rank 0 sends in a step, counted as runs count it (log.communication).
+    """MiB of a step on rank 0, counted as runs count it (log.communication): a collective as the
+    bytes of its larger side. None with pipeline stages, whose ends differ.
 
-    None where a layout has pipeline stages or ZeRO 3, whose volume is known as a bound only.
+    DeepSpeed 0.19.8, counted: stage 0 reduces once; 1 reduces once and gathers the weights; 2
+    reduces every micro-batch and gathers once; 3 gathers and reduces every micro-batch.
     """
     layout, recipe, job = option.layout, option.recipe, option.job
-    if layout.pipeline > 1 or job.stage == 3:
+    if layout.pipeline > 1:
         return None
-    bytes_ = tensor_bytes(recipe, layout, job.micro_batches)
-    bytes_ += context_bytes(recipe, layout, job.micro_batches)
-    return sum(bytes_.values()) / MIB if job.data == 1 else None
+    many = job.micro_batches
+    bytes_ = tensor_bytes(recipe, layout, many) + context_bytes(recipe, layout, many)
+    total = float(sum(bytes_.values()))
+    if job.data * job.context > 1:
+        own, passes = stage_parameters(job, 0), many if job.stage >= 2 else 1
+        gathers = {0: 0, 3: many * gathers_of_pass(job, own)}.get(job.stage, 1)
+        total += own * (passes * summed_bytes(job) + gathers * WIDTH[job.precision])
+    return total / MIB
 
 
 def predicted_line(option: Option) -> str:

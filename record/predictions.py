@@ -83,16 +83,27 @@ def comparison(
         one, two = predicted.get(name), found.get(name)
         if one is None:
             continue
-        gap = f"{one / two - 1:+.1%}" if two else "-"
-        rows.append((shown, f"{one:{form}}{unit}", f"{two:{form}}{unit}" if two else "-", gap))
+        real = f"{two:{form}}{unit}" if two else "-"
+        rows.append((shown, f"{one:{form}}{unit}", real, apart(one, two)))
     return rows
 
 
+def apart(one: float, two: float | None) -> str:
+    """How far a prediction is from what was measured; beyond a factor of two, as a factor."""
+    if not two:
+        return "-"
+    return f"{one / two - 1:+.1%}" if 0.5 <= one / two <= 2 else f"x {one / two:.3g}"
+
+
 def sentence(predicted: Mapping[str, Any], found: Mapping[str, float]) -> str:
-    """The comparison in one line."""
-    parts = [f"{term} {one}, {two} ({gap})" for term, one, two, gap in comparison(predicted, found)]
+    """The comparison in one line: the terms that were measured."""
+    parts = [
+        f"{term} {one} against {two} ({gap})"
+        for term, one, two, gap in comparison(predicted, found)
+        if two != "-"
+    ]
     mark = "" if predicted.get("is_calibrated") else " (not calibrated)"
-    return f"predicted{mark}, measured (predicted against measured): {'; '.join(parts)}"
+    return f"predicted{mark} against measured: {'; '.join(parts)}"
 
 
 def event_of(folder: Path, peaks_gib: Sequence[float] = ()) -> dict[str, Any] | None:
