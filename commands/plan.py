@@ -19,10 +19,9 @@ from pathlib import Path
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import read_ranks
-from plan.choose import AXES, FREE, compose_free, given_knobs, tokens_of
+from plan.choose import AXES, FREE, compose_free, given_knobs, losers_of, tokens_of
 from plan.drawings import draw_plan
 from plan.explanation import explained, plain, report, versus
-from plan.losers import losers_of
 from plan.recipe_jobs import machine_for
 from plan.search import Option, confirmed, search
 

@@ -15,8 +15,7 @@ search.py           every legal layout with memory and time, best first
 outlook.py          tokens/s, MFU, days, GPU-hours, cost, goodput of a whole run
 ranges.py           the range around a predicted speed
 explanation.py      what was found, as text and as plain values
-choose.py           knobs that say auto
-losers.py           why the choices that were not taken lost
+choose.py           knobs that say auto, why other choices lost, what a run should reach
 compute_budget.py   the best size and tokens for a number of FLOPs
 drawings.py         SVG pictures of a plan, of the validation, of scaling
 scaling.py          speed of 7b and 70b from 8 to 4,096 GPUs

@@ -23,10 +23,18 @@ from model.cost import num_parameters
 from parallel.communication_volume import context_bytes, tensor_bytes
 from plan.communication_time import gathers_of_pass, summed_bytes
 from plan.explanation import TERMS, is_calibrated, speed_range
-from plan.losers import losers_of
-from plan.memory_use import stage_parameters
+from plan.memory_use import RESERVE, stage_parameters
 from plan.recipe_jobs import machine_for
-from plan.search import Option, confirmed, option_of, search, stage_of
+from plan.search import (
+    TIE,
+    Option,
+    Ranking,
+    confirmed,
+    option_of,
+    search,
+    stage_of,
+    why_slower,
+)
 from plan.workload import WIDTH
 from recipes.compose import AUTO, STAND_INS, Composed, compose
 from recipes.schema import Recipe
@@ -36,6 +44,7 @@ from runtime.resolve import CHINCHILLA
 
 FREE = tuple(STAND_INS)
 AXES = ("tensor", "context", "pipeline")
+KEPT = 40  # losers of each kind in plan.json; the counts say how many there were
 
 
 def given_knobs(words: Sequence[str]) -> set[str]:
@@ -128,6 +137,59 @@ def overrides_of(option: Option, free: Sequence[str]) -> list[str]:
     found = {knob: [f"{knob}={getattr(recipe, knob)}"] for knob in FREE if knob != "parallel"}
     found["parallel"] = [f"parallel.{axis}={getattr(recipe.parallel, axis)}" for axis in AXES]
     return [word for knob in free for word in found[knob]]
+
+
+def losers_of(found: Ranking, winner: Option) -> dict[str, Any]:
+    """The losers of a search as plain values."""
+    slower = [option for option in [*found.best, *found.edge] if option is not winner]
+    rules = sorted(found.refused.items(), key=lambda item: -item[1])
+    return {
+        "options": len(found.best) + len(found.edge) + len(found.large),
+        "slower": [slower_than(option, winner) for option in slower[:KEPT]],
+        "too_large": [too_large(option, found) for option in found.large[:KEPT]],
+        "illegal": [{"rule": rule, "choices": count} for rule, count in rules],
+    }
+
+
+def slower_than(option: Option, winner: Option) -> dict[str, Any]:
+    """One that could run: seconds that it loses for the tokens of a step of the winner."""
+    seconds = option.time.total * winner.job.tokens / option.job.tokens - winner.time.total
+    is_tie = abs(seconds) <= TIE * winner.time.total
+    return {
+        "knobs": option.knobs,
+        "state": option.state,
+        "loses_s": seconds,
+        "why": "a tie: more kinds of parallelism, or more memory"
+        if is_tie
+        else why_slower(option, winner),
+    }
+
+
+def too_large(option: Option, found: Ranking) -> dict[str, Any]:
+    """One that does not fit: GiB that it lacks, on the card or on a host, and what would help."""
+    lacks = (option.memory.peak + RESERVE - option.machine.usable_bytes) / GIB
+    lacks_host = (option.host_bytes - option.machine.usable_host_bytes) / GIB
+    return {
+        "knobs": option.knobs,
+        "lacks_gib": max(0.0, lacks),
+        "lacks_host_gib": max(0.0, lacks_host),
+        "would_fit": nearest_change(option, found),
+    }
+
+
+def nearest_change(option: Option, found: Ranking) -> str:
+    """The option that fits and shares most knobs with one that does not; "" where none fits."""
+    best = max(found.best, key=lambda other: shared(option, other), default=None)
+    if best is None:
+        return ""
+    words = set(option.knobs.split())
+    changed = " ".join(word for word in best.knobs.split() if word not in words)
+    return f"{changed} ({best.memory.peak / GIB:.1f} GiB)"
+
+
+def shared(one: Option, other: Option) -> tuple[int, float]:
+    """(knobs that two options share, speed of the other)."""
+    return len(set(one.knobs.split()) & set(other.knobs.split())), other.tokens_per_s
 
 
 def prediction(recipe: Recipe, world: int) -> tuple[dict[str, Any] | None, list[str]]:
