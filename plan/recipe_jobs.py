@@ -11,9 +11,12 @@ import dataclasses
 from itertools import pairwise
 
 from base.errors import UserError
+from base.units import GIB
 from model.cost import head_dim
 from parallel.layout import Layout
 from plan.machine import HOST_GIB_PER_GPU, Machine, known_gpus, machine_of
+from plan.memory_use import PROCESS_BYTES
+from plan.outlook import RESTART_S, WRITE_GB_S_PER_HOST
 from plan.workload import ENGINES, Job, Shape
 from recipes.schema import Model, Recipe
 from runtime.ds_config.merge import EngineConfig
@@ -128,4 +131,9 @@ def assumptions(machine: Machine, given: dict) -> list[str]:
         lines.append(
             "mean time between failures = 46,000 h / GPUs (Llama 3: one in 2.8 h on 16,384 GPUs)"
         )
+    lines += [
+        f"a process of a rank takes {PROCESS_BYTES / GIB:g} GiB of a host besides what is counted",
+        f"a host writes a save at {WRITE_GB_S_PER_HOST:g} GB/s; a restart takes {RESTART_S:g} s and"
+        " a load",
+    ]
     return lines
