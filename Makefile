@@ -92,7 +92,7 @@ READ_BY_show := RECIPE OVERRIDES ALL $(PLACES)
 READ_BY_layouts := RECIPE OVERRIDES ALL $(PLACES)
 READ_BY_plan := RECIPE OVERRIDES CLUSTER NODES WORLD VERSUS JSON PICTURE
 READ_BY_budget := OVERRIDES CLUSTER NODES GPU_HOURS MONEY DAYS
-READ_BY_plan-check := ROWS PICTURE CURVES
+READ_BY_plan-check := ROWS RUNS PICTURE CURVES
 READ_BY_dryrun := RECIPE OVERRIDES RANK $(PLACES)
 READ_BY_recipes :=
 READ_BY_knobs := FIND
@@ -212,8 +212,8 @@ budget: $(READY) ## the best size for GPU_HOURS=, MONEY= or DAYS=, and its plan 
 	@exec "$(PYTHON)" -m commands.budget "--gpu-hours=$$GPU_HOURS" "--money=$$MONEY" "--days=$$DAYS" \
 	  "--nodes=$$NODES" "--cluster=$$CLUSTER" $(ARGUMENTS)
 
-plan-check: $(READY) ## the planner against published runs (ROWS=other.csv PICTURE= CURVES=)
-	@exec "$(PYTHON)" -m commands.plan_check "--rows=$$ROWS" "--picture=$$PICTURE" "--curves=$$CURVES"
+plan-check: $(READY) ## the planner against published runs (ROWS=other.csv RUNS="a b" PICTURE= CURVES=)
+	@exec "$(PYTHON)" -m commands.plan_check "--rows=$$ROWS" "--runs=$$RUNS" "--picture=$$PICTURE" "--curves=$$CURVES"
 
 dryrun: $(READY) ## one RANK's part of RECIPE on WORLD ranks, built without memory
 	@exec "$(PYTHON)" -m commands.dryrun --rank "$(RANK)" $(PLACE) $(ARGUMENTS) "$$RECIPE"

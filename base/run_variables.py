@@ -7,4 +7,5 @@ LAUNCH = "PRETRAIN_LAUNCH"  # number of the supervisor's start to which a rank b
 FAMILY = (
     "PRETRAIN_FAMILY"  # the supervisor that started a process; a later start takes over from it
 )
+PLAN = "PRETRAIN_PLAN"  # what the plan chose and predicts, as JSON
 BEATS = "PRETRAIN_BEATS"  # folder in which the ranks of one host leave their heartbeats

@@ -19,11 +19,11 @@ from pathlib import Path
 from base.command_line import Parser, add_overrides, arguments_of, refuse
 from base.errors import UserError
 from base.values import read_ranks
-from plan.choose import AXES, FREE, compose_free, given_knobs, tokens_of
+from plan.choose import AXES, FREE, compose_free, given_knobs, losers_of, tokens_of
 from plan.drawings import draw_plan
 from plan.explanation import explained, plain, report, versus
 from plan.recipe_jobs import machine_for
-from plan.search import confirmed, search
+from plan.search import Option, confirmed, search
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,6 +60,9 @@ def answer(name: str, overrides: list[str], options) -> list[str]:
                 ' such as VERSUS="zero=3|parallel.tensor=2 zero=1"'
             )
         pair = [best_of(name, [*overrides, *side.split()], world) for side in sides]
+        if options.json:
+            sides = [plain(side, tokens_of(side.recipe)) for side in pair]
+            return [json.dumps({"one": sides[0], "other": sides[1], "assumed": assumed})]
         return versus(*pair)
     fixed = given_knobs(overrides)
     free = [knob for knob in FREE if knob not in fixed]
@@ -71,20 +74,27 @@ def answer(name: str, overrides: list[str], options) -> list[str]:
     winner = confirmed(winner, world)
     if options.picture:
         draw_plan(winner, Path(options.picture))
+    run = run_command(name, overrides, winner, world)
     if options.json:
         shown = [plain(option, tokens) for option in found.best[: int(options.shown)]]
-        return [json.dumps({"winner": plain(winner, tokens), "options": shown, "assumed": assumed})]
+        answer = {"winner": plain(winner, tokens), "options": shown, "assumed": assumed}
+        counts = {"fit": len(found.best), "at_edge": len(found.edge), "illegal": found.illegal}
+        return [json.dumps(answer | counts | losers_of(found, winner) | {"run": run})]
     if not free:
         return explained(winner, assumed, tokens)
     lines = report(found, winner, assumed, tokens, int(options.shown))
+    return [*lines, "", "run it", f"  {run}"]
+
+
+def run_command(name: str, overrides: list[str], winner: Option, world: int) -> str:
+    """The command that trains the proposal."""
+    machine = winner.machine
     hosts = -(-world // machine.gpus_per_node)
     place = f"NPROC={world}" if hosts == 1 else f"HOSTFILE=hosts NPROC={machine.gpus_per_node}"
     # The proposal names these itself.
     named = {*FREE, *(f"parallel.{axis}" for axis in AXES)}
     other = " ".join(word for word in overrides if word.partition("=")[0] not in named)
-    overrides = f"{other} {winner.knobs}".strip()
-    lines += ["", "run it", f'  make pretrain RECIPE={name} {place} OVERRIDES="{overrides}"']
-    return lines
+    return f'make pretrain RECIPE={name} {place} OVERRIDES="{f"{other} {winner.knobs}".strip()}"'
 
 
 def best_of(name: str, overrides: list[str], world: int):
@@ -114,6 +124,13 @@ def nothing_fits(found, recipe, world: int) -> list[str]:
 
     if found.large:
         least = found.large[0]
+        if least.host_bytes > least.machine.usable_host_bytes:
+            return [
+                f"no layout of {world} ranks fits: the leanest needs"
+                f" {least.host_bytes / GIB:.0f} GiB of a host's memory, of which"
+                f" {least.machine.usable_host_bytes / GIB:.0f} GiB are usable ({least.knobs}); use"
+                " more ranks, checkpoint.mode=sync, no offload, or set cluster.host_memory_gib"
+            ]
         return [
             f"no layout of {world} ranks fits: the leanest needs {least.memory.peak / GIB:.1f} GiB"
             f" of {least.machine.memory_gib:g} GiB ({least.knobs}); use more ranks, a GPU with more"

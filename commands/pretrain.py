@@ -41,6 +41,7 @@ from base.exits import FAILED
 from base.launcher_variables import of_a_step, of_launchers, unused
 from base.lossy_output import make_lossy
 from base.parent_death import signal_at_parent_death
+from base.run_variables import PLAN
 from base.units import GIB
 from data.stream.schedule import schedule_of
 from data.stream.sources import corpus_problems
@@ -88,12 +89,16 @@ def main(arguments: list[str]) -> int:
     try:
         place, given = read_place(options), arguments_of(options)
         per_host = ranks_on_each(options, place)
-        composed, world = planned(given, planned_world(options))
+        composed, world, choice = planned(given, planned_world(options))
         if options.check:
             check(composed.recipe, world)
             return 0
-        for line in prediction(composed.recipe, world):
-            log(line)
+        predicted, lines = prediction(composed.recipe, world)
+        if predicted:
+            log(lines[0])
+        plan = {"predicted": predicted, "choice": choice}
+        plan |= {} if predicted else {"why": lines}
+        os.environ[PLAN] = json.dumps(plan)  # for the ranks of every attempt
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
@@ -254,7 +259,7 @@ class RunAcross:
             fleet.plan,
             ["pretrain.py", resume_of(recipe, has_begun)],
             self.per_host,
-            {**fleet.inspection.environment, **variables},
+            {**fleet.inspection.environment, PLAN: os.environ[PLAN], **variables},
             f"runs/{recipe.run}",
             recipe.cluster.lost_s,
             recipe.watch,
@@ -378,21 +383,21 @@ def hang_up_with_parent() -> None:
 
 def compose_checked(arguments: list[str]) -> Composed:
     """The composed recipe of a command line. Raises UserError with every problem."""
-    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT))
+    return compose_command(arguments, ds_problems, lambda data: corpus_problems(data, ROOT), [])
 
 
-def planned(arguments: list[str], world: int | None) -> tuple[Composed, int]:
-    """(recipe whose `auto` knobs the plan has chosen, ranks of the run).
+def planned(arguments: list[str], world: int | None) -> tuple[Composed, int, dict[str, Any] | None]:
+    """(recipe whose `auto` knobs the plan has chosen, ranks of the run, the choice).
 
     Without a number of ranks all GPUs of this machine count. The choice is reported. Raises
     UserError.
     """
     composed = compose_checked([text for text in arguments if not is_auto(text)])
     ranks = world or ranks_of_gpus(composed.recipe) or 1
-    chosen, lines = with_choices(arguments, ranks, ROOT / "runs")
+    chosen, lines, choice = with_choices(arguments, ranks, ROOT / "runs")
     for line in lines:
         log(line)
-    return compose_checked(chosen) if lines else composed, ranks
+    return compose_checked(chosen) if lines else composed, ranks, choice
 
 
 def check(recipe: Recipe, ranks: int, is_running: bool = False) -> float:

@@ -13,11 +13,13 @@ from pathlib import Path
 from base.command_line import Parser, carry_out
 from base.errors import UserError
 from base.exits import FINISHED
+from base.table import table
 from base.units import duration
 from base.values import counted
 from checkpoint.lineage import MARK, run_folder
 from record.attempts import ENDINGS, FAILURES, is_end, unix_s
 from record.event_lines import failure_text, line_of
+from record.predictions import comparison, read_plan
 from record.records import notes
 from record.requests import read_request
 from record.run_status import RunStatus, recipe_text, status_of, world_of
@@ -25,7 +27,7 @@ from runtime.log.console import number
 
 ROUTINE = (
     "began", "attempt", "first_step", "resumed", "saved", "finished", "stopped", "preempted",
-    "interrupted", "interval", "gave_up", "failed",
+    "interrupted", "interval", "gave_up", "failed", "prediction",
 )  # fmt: skip
 SHOWN_ALARMS = 3
 
@@ -66,7 +68,8 @@ def show(folder: Path) -> int:
 def describe(state: RunStatus) -> list[str]:
     """The status as lines of text."""
     doing = alive(state) if state.is_running else ended(state)
-    return [*doing, *numbers(state), *checkpoints(state), *attempts(state), *alarms(state)]
+    return [*doing, *numbers(state), *predicted(state), *checkpoints(state), *attempts(state),
+            *alarms(state)]  # fmt: skip
 
 
 def alive(state: RunStatus) -> list[str]:
@@ -174,6 +177,19 @@ def numbers(state: RunStatus) -> list[str]:
             fields.append(f"{duration(max(1.0, left_s))} left")
     age = f"(newest line {duration(max(0.0, state.now_s - state.line_s))} old)"
     return ["  " + "  ".join([*fields, age])]
+
+
+def predicted(state: RunStatus) -> list[str]:
+    """What the plan predicted, beside what was measured as soon as that is on record."""
+    plan = read_plan(state.folder).get("predicted")
+    if not plan:
+        return []
+    known = [event for event in state.events if event["kind"] == "prediction"]
+    found = known[-1]["measured"] if known else {}
+    mark = "" if plan["is_calibrated"] else " (not calibrated)"
+    rows = comparison(plan, found)
+    shown = [["", "predicted", "measured", "difference"], *map(list, rows)]
+    return [f"  predicted for {plan['gpu']}{mark}", table(shown, indent="    ")]
 
 
 def checkpoints(state: RunStatus) -> list[str]:

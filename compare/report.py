@@ -24,6 +24,7 @@ from compare.results import (
     ratios,
     surroundings,
 )
+from record.predictions import comparison
 
 NONE = "-"
 RANK_LEGEND = (
@@ -88,6 +89,7 @@ def markdown(shown: Comparison) -> str:
         lines += ["", *(f"![{name.partition('.')[0]}]({name})\n" for name in shown.pictures)]
     for title, rows in (
         ("Where the seconds of a step go", part_rows(shown)),
+        ("Predicted by the plan, and measured", prediction_rows(shown)),
         ("Losses", loss_rows(shown)),
         ("Numbers that the engine adds, medians over steps", scalar_rows(shown)),
         ("Communication of a step, MiB as rank 0 sees it", communication_rows(shown)),
@@ -105,6 +107,8 @@ def terminal(shown: Comparison) -> str:
     lines = []
     for rows in tables:
         lines += [table([[plain(cell) for cell in row] for row in rows], indent=""), ""]
+    if len(rows := prediction_rows(shown)) > 1:
+        lines += ["predicted by the plan, and measured", table(rows, indent=""), ""]
     lines += [plain(best(shown))] if shown.rank in LEARNED else []
     lines += [plain(verdict(shown.agreement()))]
     return "\n".join([*lines, *(f"WARNING: {line}" for line in warnings(shown))])
@@ -308,6 +312,16 @@ def part_rows(shown: Comparison) -> list[list[str]]:
         if side.runs:
             parts = [one(side.median(name), ".4f") for name, _ in PARTS]
             rows.append([f"`{side.label}`", spread(side.quartiles("step_s"), ".4f"), *parts])
+    return rows
+
+
+def prediction_rows(shown: Comparison) -> list[list[str]]:
+    """Rows of the table of what the plan predicted for the first run of each side."""
+    rows = [["", "term", "predicted", "measured", "difference"]]
+    for side in shown.sides:
+        for run in side.runs[:1]:
+            for row in comparison(run.predicted, run.measured):
+                rows.append([side.label, *row])
     return rows
 
 

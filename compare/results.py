@@ -25,6 +25,7 @@ from checkpoint.load.allowed_changes import flatten, treatment
 from data.stream.ledger import read_ledger
 from model.cost import num_parameters
 from recipes.compose import compose
+from record.predictions import measured, read_plan
 from record.records import METRICS, read_events, read_metrics
 from runtime.log.metrics import quartiles, summary
 
@@ -53,6 +54,8 @@ class RunResult:
     parameters: int
     knobs: dict[str, Any]  # dotted name -> value
     batches: dict[int, str]  # step -> hash of the global batch
+    predicted: dict[str, Any] = field(default_factory=dict)  # terms of plan.json
+    measured: dict[str, float] = field(default_factory=dict)  # the same terms
 
     @property
     def steady(self) -> list[dict[str, Any]]:
@@ -130,6 +133,8 @@ def read_run(folder: Path, number: int = 1) -> RunResult:
         num_parameters(recipe.model),
         flatten(dataclasses.asdict(recipe)),
         {line["step"]: line["batch_hash"] for line in read_ledger(folder / "ledger")},
+        read_plan(folder).get("predicted") or {},
+        measured(folder, endings[-1]["peak_memory_gib"] if endings else ()),
     )
 
 

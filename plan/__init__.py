@@ -15,11 +15,12 @@ search.py           every legal layout with memory and time, best first
 outlook.py          tokens/s, MFU, days, GPU-hours, cost, goodput of a whole run
 ranges.py           the range around a predicted speed
 explanation.py      what was found, as text and as plain values
-choose.py           knobs that say auto
+choose.py           knobs that say auto, why other choices lost, what a run should reach
 compute_budget.py   the best size and tokens for a number of FLOPs
 drawings.py         SVG pictures of a plan, of the validation, of scaling
 scaling.py          speed of 7b and 70b from 8 to 4,096 GPUs
 published_rows.py   rows of published runs as jobs
+own_runs.py         runs of this site as such rows
 fit.py              fits the constants marked as fitted
 validation.py       predictions against published runs
 published/          data sheets and published runs, with their sources

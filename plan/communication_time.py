@@ -123,10 +123,7 @@ def sharding_s(
             return exposed * gather_s(held * summed_bytes(job), size, stride, machine, constants)
         moved, messages = held * (WIDTH[job.precision] + job.engine.sum_bytes), messages * 2 / 3
     else:
-        gathers = 2
-        if job.engine.shares_weights == "zero3" and held <= LIVE:
-            gathers = 1  # what a forward gathered is still there in backward (counted, 0.19.8)
-        moved = held * (gathers * WIDTH[job.precision] + summed_bytes(job))
+        moved = held * (gathers_of_pass(job, held) * WIDTH[job.precision] + summed_bytes(job))
     rate = group_rate(group, stride, machine, constants)
     seconds = moved * (group - 1) / group / rate
     seconds += messages * constants.rank_latency_s * group
@@ -136,6 +133,13 @@ def sharding_s(
         return constants.zero3_exposed * seconds * constants.nic_share / 0.47
     exposed = value(constants, job.engine.data_exposed)
     return max(exposed * seconds, seconds - 0.8 * compute_s)
+
+
+def gathers_of_pass(job: Job, held: float) -> int:
+    """How often stage 3 gathers the weights of a micro-batch: once where what the forward gathered
+    is still there in the backward (counted, DeepSpeed 0.19.8), else twice.
+    """
+    return 1 if job.engine.shares_weights == "zero3" and held <= LIVE else 2
 
 
 def summed_bytes(job: Job) -> int:

@@ -16,7 +16,7 @@ from base.errors import UserError
 from base.table import scaled, table
 from base.units import GIB
 from base.values import counted
-from plan.memory_use import RESERVE, StageMemory, memory_of_stages
+from plan.memory_use import RESERVE, StageMemory, host_parts, memory_of_stages
 from plan.outlook import Outlook, outlook
 from plan.ranges import relative_range
 from plan.search import TIE, Option, Ranking, option_of, summary, why_slower
@@ -167,10 +167,18 @@ def memory_lines(option: Option) -> list[str]:
         "    " + " ".join(f"{letter} {name}" for name, letter in LETTERS.items())
         + " (step: gradients and their fp32 copy while the optimizer steps)"
     )  # fmt: skip
-    host = max(stage.host for stage in stages)
-    if host:
-        per_host = host * min(option.job.world, option.machine.gpus_per_node)
-        lines.append(f"  host memory: {per_host / GIB:.1f} GiB per host (offloaded states)")
+    ranks = min(option.job.world, option.machine.gpus_per_node)
+    kinds = [
+        f"{name} {ranks * bytes_ / GIB:.1f}"
+        for name, bytes_ in host_parts(option.job).items()
+        if ranks * bytes_ >= 0.05 * GIB
+    ]
+    share = option.host_bytes / option.machine.usable_host_bytes
+    mark = "" if share <= 1 else " <- does not fit"
+    lines.append(
+        f"  memory of a host: {option.host_bytes / GIB:.1f} GiB ({share:.0%}){mark}:"
+        f" {', '.join(kinds)}"
+    )
     return lines
 
 
@@ -341,5 +349,11 @@ def plain(option: Option, tokens: float) -> dict[str, Any]:
             dataclasses.asdict(stage) | {"peak": stage.peak}
             for stage in memory_of_stages(option.job)
         ],
+        "memory_card_usable_bytes": option.machine.usable_bytes,
+        "host_memory_bytes_per_rank": host_parts(option.job),
+        "host_memory_bytes": option.host_bytes,
+        "host_memory_usable_bytes": option.machine.usable_host_bytes,
+        "limited_by": limit(option.time),
+        "changes": changes(option),
         "run": dataclasses.asdict(view) | {"days": view.days},
     }

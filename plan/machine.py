@@ -20,6 +20,8 @@ from base.values import did_you_mean
 
 PUBLISHED = ROOT / "plan" / "published"
 PEAK_WITHOUT_MEASURE = 0.80  # of the peak, where no matmul was measured (A100 0.87, H100 0.80)
+HOST_GIB_PER_GPU = 128.0  # the smallest host with eight A100 or H100 that is sold has 1 TiB
+HOST_SHARE = 0.9  # of a host's memory: system, file cache
 VISIBLE = 0.99  # of a card's memory: the driver keeps the rest
 
 
@@ -39,7 +41,8 @@ class Machine:
     nic_gb_s: float  # per GPU, one direction
     calibrated: str = ""  # which sustained rate of `constants` was fitted on it; "" = none
     price_per_hour: float | None = None  # of one GPU
-    mtbf_hours: float | None = None  # of one GPU
+    mtbf_hours: float | None = None  # of all GPUs of the run together
+    host_memory_gib: float | None = None  # of one host; None: HOST_GIB_PER_GPU for each GPU
 
     @property
     def is_newer_than_ampere(self) -> bool:
@@ -50,6 +53,12 @@ class Machine:
     def usable_bytes(self) -> float:
         """Bytes that torch can allocate on one GPU."""
         return self.memory_gib * GIB * VISIBLE
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """Bytes that the ranks of one host can allocate in its memory."""
+        whole = self.host_memory_gib or HOST_GIB_PER_GPU * self.gpus_per_node
+        return whole * GIB * HOST_SHARE
 
 
 @cache

@@ -19,11 +19,18 @@ from base.units import GIB, MIB
 from model.cost import activation_bytes, blocks_recomputed, chunk_tokens, parameters
 from plan.machine import Machine
 from plan.workload import WIDTH, Job
+from recipes.schema import MASTER_BYTES, OPTIMIZERS
 from runtime.ds_config.state_bytes import state_bytes
 
 RESERVE = 1.5 * GIB  # CUDA context and communicators
 EDGE = 0.92  # share of a card from which fragmentation may end a run
 BUCKET = 50_000_000  # elements, the reduction bucket of ds_configs/
+# Host memory of one rank besides what is counted: Python, torch and CUDA libraries, the pinned
+# buffers of NCCL and of copies. Assumed; a run's record has the measured peak (host_memory_gib).
+PROCESS_BYTES = 6 * GIB
+# A prepared token: ids and labels of 8 bytes, segment and lengths of 4 (data.stream.windows), once
+# as it was prepared and once in page-locked memory.
+PREPARED_TOKEN_BYTES = 2 * (8 + 8 + 4 + 4)
 # A pass that is interleaved keeps p (1 + (p - 1) / (p v)) micro-batches on the first stage.
 
 FITS, AT_EDGE, TOO_LARGE = "fits", "at the edge", "does not fit"
@@ -44,7 +51,7 @@ class StageMemory:
     logits: float
     buffers: float
     step: float = 0.0
-    host: float = 0.0  # in host memory, per rank
+    host: float = 0.0  # offloaded states in host memory, per rank
 
     @property
     def states(self) -> float:
@@ -85,6 +92,39 @@ def verdict(peak: float, machine: Machine) -> str:
     """fits, at the edge, or does not fit."""
     share = (peak + RESERVE) / machine.usable_bytes
     return FITS if share <= EDGE else AT_EDGE if share <= 1.0 else TOO_LARGE
+
+
+def host_parts(job: Job) -> dict[str, float]:
+    """Bytes of host memory of one rank of the fullest stage, by kind; our own engine.
+
+    The dataset's files are mapped: their pages can be dropped, so they are no need of memory.
+    """
+    return {
+        "processes": PROCESS_BYTES,
+        "offloaded states": max(stage_memory(job, i).host for i in {0, job.pipeline - 1}),
+        "snapshot of a save": _snapshot_bytes(job),
+        "prepared batches": float(
+            PREPARED_TOKEN_BYTES * job.prefetch * job.seq_len * job.micro_batch
+        ),
+    }
+
+
+def _snapshot_bytes(job: Job) -> float:
+    """A save in the background copies fp32 weights and optimizer states of what a rank writes."""
+    if not job.saves_in_background:
+        return 0.0
+    own = max(stage_parameters(job, index) for index in {0, job.pipeline - 1})
+    return (MASTER_BYTES + OPTIMIZERS[job.optimizer]) * own / (job.data * job.context)
+
+
+def host_bytes(job: Job, machine: Machine) -> float:
+    """Bytes of host memory that all ranks of the fullest host need together."""
+    return sum(host_parts(job).values()) * min(job.world, machine.gpus_per_node)
+
+
+def fits_host(job: Job, machine: Machine) -> bool:
+    """Whether the ranks of one host find room in its memory."""
+    return host_bytes(job, machine) <= machine.usable_host_bytes
 
 
 def in_flight(job: Job, index: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ FAMILIES = (
     (r"BLOOM|BigScience", "BigScience"),
     (r"DeepSpeed", "DeepSpeed"),
 )
+
+
+LIKELY_BUBBLE = 0.1  # idle share up to which a user interleaves, where the chunks are unknown
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,9 @@ def _job(row: dict[str, str], precision: str, machine: Machine, unknown: list[st
         # Megatron's and torchtitan's users interleave from about 2023 on.
         is_likely = number["layers"] >= 4 * pipeline and int(_number(row, "year") or 2024) >= 2023
         if is_likely and engine.name.split("-")[0] in ("megatron", "fsdp"):
-            virtual = 2
+            # Nobody who can interleave keeps a bubble of more than a tenth of the work.
+            idle = (pipeline - 1) / micro_batches
+            virtual = max(2, min(math.ceil(idle / LIKELY_BUBBLE), number["layers"] // pipeline))
     group = re.search(r"group (\d+)|FSDP (\d+) x DP", row.get("sharding_impl", ""))
     sizes = [int(size) for size in group.groups() if size] if group else []
     recompute = (row.get("recompute") or "").strip()
@@ -366,7 +372,9 @@ def _engine(row: dict[str, str]) -> tuple[Profile, list[str]]:
     elif is_megatron and year >= 2023 and "zero-bubble" not in framework:
         engine = ENGINES["megatron"]
         if not re.search("nemo|bridge|core", framework):  # overlap has to be asked for there
-            engine = dataclasses.replace(engine, tensor_exposed="all", attention="attention_two")
+            engine = dataclasses.replace(
+                engine, tensor_exposed="all", data_exposed="all", attention="attention_two"
+            )
     elif is_megatron:
         engine = ENGINES["megatron-classic"]
     elif re.search(r"maxtext|jax|levanter", framework):
@@ -376,9 +384,13 @@ def _engine(row: dict[str, str]) -> tuple[Profile, list[str]]:
     elif sharded or re.search(r"fsdp|composer|titan|torch|gpt", framework):
         engine = ENGINES["fsdp"]
     else:
-        engine = dataclasses.replace(ENGINES["megatron"], is_calibrated=False)
+        # What most engines have: attention kernels of their year, and nothing else that is special.
+        engine = dataclasses.replace(
+            ENGINES["megatron"], bytes_multiple="bytes_compiled", attention="attention_two",
+            tensor_exposed="all", data_exposed="shard_exposed", sum_bytes=4, is_calibrated=False,
+        )  # fmt: skip
         unknown.append("framework")
-    if engine.name == "fsdp" and year <= 2023:
+    if (engine.name == "fsdp" or "framework" in unknown) and year <= 2023:
         engine = dataclasses.replace(engine, attention="attention_old")
     if flash == "no":
         engine = dataclasses.replace(engine, attention="")

@@ -11,9 +11,12 @@ import dataclasses
 from itertools import pairwise
 
 from base.errors import UserError
+from base.units import GIB
 from model.cost import head_dim
 from parallel.layout import Layout
-from plan.machine import Machine, known_gpus, machine_of
+from plan.machine import HOST_GIB_PER_GPU, Machine, known_gpus, machine_of
+from plan.memory_use import PROCESS_BYTES
+from plan.outlook import RESTART_S, WRITE_GB_S_PER_HOST
 from plan.workload import ENGINES, Job, Shape
 from recipes.schema import Model, Recipe
 from runtime.ds_config.merge import EngineConfig
@@ -31,6 +34,7 @@ KNOBS = {
     "gpus_per_node": "gpus_per_node",
     "nic_gb_s": "nic_gb_s",
     "price_per_hour": "price_per_hour",
+    "host_memory_gib": "host_memory_gib",
 }
 
 
@@ -65,6 +69,9 @@ def job_of(recipe: Recipe, layout: Layout, engine: EngineConfig) -> Job:
         is_immediate=engine.is_immediate,
         is_offloaded=engine.is_offloaded,
         is_on_cpu=recipe.cluster.device == "cpu",
+        prefetch=recipe.data.prefetch,
+        saves_in_background=recipe.checkpoint.mode == "async"
+        or (recipe.checkpoint.mode == "auto" and recipe.cluster.device != "cpu"),
     )
 
 
@@ -113,8 +120,18 @@ def assumptions(machine: Machine, given: dict) -> list[str]:
         )
         if field not in given
     ]
+    if machine.host_memory_gib is None:
+        lines.append(
+            f"host_memory_gib = {HOST_GIB_PER_GPU * machine.gpus_per_node:g} GiB per host"
+            f" ({HOST_GIB_PER_GPU:g} GiB for each GPU)"
+        )
     if machine.mtbf_hours is None:
         lines.append(
             "mean time between failures = 46,000 h / GPUs (Llama 3: one in 2.8 h on 16,384 GPUs)"
         )
+    lines += [
+        f"a process of a rank takes {PROCESS_BYTES / GIB:g} GiB of a host besides what is counted",
+        f"a host writes a save at {WRITE_GB_S_PER_HOST:g} GB/s; a restart takes {RESTART_S:g} s and"
+        " a load",
+    ]
     return lines

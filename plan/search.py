@@ -21,7 +21,16 @@ from parallel.layout import Layout, solve
 from parallel.legal import candidates, divisors, overrides, problems
 from parallel.stages import stage_bounds
 from plan.machine import Machine
-from plan.memory_use import AT_EDGE, FITS, TOO_LARGE, StageMemory, verdict, worst
+from plan.memory_use import (
+    AT_EDGE,
+    FITS,
+    TOO_LARGE,
+    StageMemory,
+    fits_host,
+    host_bytes,
+    verdict,
+    worst,
+)
 from plan.recipe_jobs import job_of
 from plan.step_time import StepTime, step_time
 from plan.workload import Job
@@ -43,12 +52,17 @@ class Option:
     job: Job
     machine: Machine
     memory: StageMemory  # of the fullest stage
-    state: str  # fits, at the edge, does not fit
+    state: str  # fits, at the edge, does not fit (the card, or the memory of a host)
 
     @cached_property
     def time(self) -> StepTime:
         """Seconds of one step by kind; worked out only where somebody asks."""
         return step_time(self.job, self.machine)
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory on the fullest host."""
+        return host_bytes(self.job, self.machine)
 
     @property
     def tokens_per_s(self) -> float:
@@ -163,7 +177,8 @@ def option_of(recipe: Recipe, world: int, stage: int, machine: Machine) -> Optio
     engine = engine_of(recipe, layout)
     job = job_of(recipe, layout, engine)
     memory = worst(job)
-    return Option(recipe, layout, job, machine, memory, verdict(memory.peak, machine))
+    state = verdict(memory.peak, machine) if fits_host(job, machine) else TOO_LARGE
+    return Option(recipe, layout, job, machine, memory, state)
 
 
 def layout_of(recipe: Recipe, world: int, stage: int) -> Layout:
@@ -251,6 +266,8 @@ def confirmed(option: Option, world: int) -> Option:
 def why_slower(option: Option, winner: Option) -> str:
     """One clause: what an option loses against the winner, or why it cannot run."""
     if option.state == TOO_LARGE:
+        if option.host_bytes > option.machine.usable_host_bytes:
+            return f"needs {option.host_bytes / GIB:.0f} GiB of host memory"
         return f"needs {option.memory.peak / GIB:.1f} GiB"
     losses = {
         name: getattr(option.time, name) / option.job.tokens

@@ -24,6 +24,7 @@ from plan.constants import Constants
 from plan.fit import fit
 from plan.machine import PUBLISHED, machine_of
 from plan.memory_use import TOO_LARGE, memory_of_stages, verdict
+from plan.own_runs import own_runs
 from plan.published_rows import PublishedRun, read, usable
 from plan.ranges import relative_range
 from plan.step_time import StepTime, bubble_rate, step_time
@@ -31,7 +32,12 @@ from plan.workload import ENGINES, Job, Shape
 
 MAIN_GPUS = ("A100", "H100")
 APART = 0.05  # relative difference from which two layouts should be ordered right
-ALLOCATORS = ("Zero Bubble", "torchtitan", "nanotron")  # sources that print the allocator's peak
+ALLOCATORS = (
+    "Zero Bubble",
+    "torchtitan",
+    "nanotron",
+    "own runs",
+)  # sources that print the allocator's peak
 
 
 @dataclass(frozen=True)
@@ -132,11 +138,14 @@ def ordered_pairs(tests: Sequence[Prediction]) -> tuple[int, int]:
 
 
 def validation_report(
-    path: Path | None = None, worst: int = 8
+    path: Path | None = None, worst: int = 8, folders: Sequence[Path] = ()
 ) -> tuple[list[str], list[Prediction]]:
-    """The lines of `make plan-check`, for our rows or for those of a file. Raises UserError."""
+    """The lines of `make plan-check`: for our rows, those of a file, or runs. Raises UserError."""
     own, refused = usable(read(PUBLISHED / "throughput.csv"))
-    if path is None:
+    if folders:
+        runs, refused = own_runs(list(folders))
+        tests, title = predict_runs(runs, own), "runs of this site, by constants fitted on all rows"
+    elif path is None:
         tests, title = predict_blind(own), "published runs, each family predicted without itself"
     else:
         runs, refused = usable(read(path))
@@ -150,7 +159,9 @@ def validation_report(
     memory = memory_lines([test.run for test in tests])
     if memory:
         lines += ["memory that an allocator measured", *memory, ""]
-    if path is None:
+    if folders:
+        lines += ["each run", *run_lines(tests), ""]
+    elif path is None:
         lines += ["bubbles of pipelines (idle share of a step)", *bubble_lines(), ""]
     return lines, tests
 
@@ -228,6 +239,20 @@ def why_hard(test: Prediction) -> str:
     if test.run.job.micro_batches < 2:
         reasons.append("one micro-batch: nothing hides the end of a step")
     return "; ".join(reasons)
+
+
+def run_lines(tests: Sequence[Prediction]) -> list[str]:
+    """Predicted and measured speed and memory of each run."""
+    rows = [["", "tokens/s per GPU", "predicted", "", "range", "GiB", "predicted"]]
+    for test in tests:
+        run = test.run
+        peak = max(stage.peak for stage in memory_of_stages(run.job)) / GIB
+        rows.append([
+            run.label, f"{run.tokens_per_s:,.0f}", f"{test.predicted:,.0f}", f"{test.error:+.1%}",
+            f"{test.low:,.0f} to {test.high:,.0f}{'' if test.is_covered else ' (outside)'}",
+            f"{run.memory_gib:.2f}" if run.memory_gib else "-", f"{peak:.2f}",
+        ])  # fmt: skip
+    return [table(rows)]
 
 
 def memory_lines(runs: Sequence[PublishedRun]) -> list[str]:

@@ -148,6 +148,8 @@ class Job:
     is_immediate: bool = True  # bf16.immediate_grad_update
     is_offloaded: bool = False  # optimizer states in host memory
     is_on_cpu: bool = False
+    prefetch: int = 0  # micro-batches prepared in host memory
+    saves_in_background: bool = False  # a copy of what is saved, in host memory
 
     @property
     def world(self) -> int:

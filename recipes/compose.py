@@ -39,6 +39,9 @@ from recipes.overrides import Override, is_hydra, one_line, parse
 from recipes.schema import Data, Recipe
 
 RECIPES = ROOT / "recipes"
+# Knobs that the plan may choose, and what stands for `auto` until it has: always legal to compose.
+STAND_INS: dict[str, Any] = {"parallel": {}, "zero": 1, "micro_batch": 1, "recompute": "none"}
+AUTO = "auto"
 ADAM_ONLY = ("beta1", "beta2", "eps")
 CONFIG_ERRORS = (
     HydraException,
@@ -59,13 +62,15 @@ def compose(
     overrides: Sequence[str] = (),
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
     check_data: Callable[[Data], list[str]] = lambda data: [],
+    free: list[str] | None = None,
 ) -> Composed:
     """The recipe `recipe_name` (in recipes/, or a path to a .yaml file) with overrides applied.
 
     `model=...`, `data=...`, `optim=...`, `cluster=...` choose a config group option; `a.b=value`
     sets a knob, `~a.b` removes a key. Raises UserError with all problems; `check_ds` and
     `check_data` add those of DeepSpeed keys and corpora, which are checked later where the knobs
-    are right.
+    are right. Knobs that the file sets to `auto` and no override gives are added to `free`, and
+    have a stand-in; without `free` they are refused.
     """
     path = locate(recipe_name)
     given = parse(overrides, lambda group: group_options(group, path.parent))
@@ -76,6 +81,15 @@ def compose(
         tree, origins = _hydra(path, given.choices)
     except CONFIG_ERRORS as error:
         raise UserError(*problems, f"{_shown(path)}: {_reason(error)}") from None
+    roots = {one.key.partition(".")[0] for one in given.overrides if one.key != "parallel.sequence"}
+    waiting = [name for name in STAND_INS if tree.get(name) == AUTO and name not in roots]
+    for name in STAND_INS:
+        if tree.get(name) == AUTO:
+            tree[name] = STAND_INS[name]
+    if free is None:
+        problems += [_only_the_plan(name) for name in waiting]
+    else:
+        free += waiting
     problems += [line for one in given.overrides for line in _apply(tree, origins, one)]
     problems += [f"{key}: hydra settings are not used" for key in origins if is_hydra(key)]
     problems += interpolation.refusals(OmegaConf.to_container(tree, resolve=False), origins)
@@ -100,6 +114,15 @@ def compose(
     if recipe.run is None:
         recipe = dataclasses.replace(recipe, run=run_name(path.stem))
     return Composed(recipe, origins, [*warnings, *more, *idle(recipe, origins)], path)
+
+
+def _only_the_plan(name: str) -> str:
+    """The refusal of a knob that is `auto` where nothing chooses its value."""
+    value = STAND_INS[name] if name != "parallel" else 1
+    return (
+        f"{name}=auto: only make pretrain and make plan choose a value; here, give one:"
+        f" OVERRIDES={name if name != 'parallel' else 'parallel.tensor'}={value}"
+    )
 
 
 def _of_one_start(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
@@ -146,6 +169,7 @@ def compose_command(
     arguments: Sequence[str],
     check_ds: Callable[[dict[str, Any]], list[str]] = lambda ds: [],
     check_data: Callable[[Data], list[str]] = lambda data: [],
+    free: list[str] | None = None,
 ) -> Composed:
     """The recipe of a command line `recipe=tiny zero=3 ...`. Raises UserError like `compose`.
 
@@ -159,7 +183,7 @@ def compose_command(
     overrides = [text for text in arguments if not text.startswith("recipe=")]
     if len(recipes_named) != 1:
         raise UserError(f"give one recipe=NAME, not {len(recipes_named)}; for example recipe=tiny")
-    return compose(recipes_named[0], overrides, check_ds, check_data)
+    return compose(recipes_named[0], overrides, check_ds, check_data, free)
 
 
 def _read_command(files: Sequence[str], others: Sequence[str]) -> Composed:

@@ -279,6 +279,13 @@ class Cluster:
         above=0,
         high=1e6,
     )
+    host_memory_gib: float | None = knob(
+        None,
+        "memory of one host, for the planner; null = 128 GiB for each of its GPUs",
+        unit="GiB",
+        above=0,
+        high=1e6,
+    )
     price_per_hour: float | None = knob(
         None, "price of one GPU, any currency; null = the cost is not known", low=0, high=1e6
     )

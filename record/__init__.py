@@ -10,6 +10,7 @@ forecast.py                expected goodput of a run with failures, and the best
 goodput.py                 the wall clock of a run, divided into useful and lost seconds
 heartbeat.py               the sign of life that each rank writes for the watchdog
 history.py                 history.jsonl: segments, skips, overrides and branches of a run
+predictions.py             what the plan predicted beside what the run measured
 presence.py                locks and signs of life: is a run alive, and who supervises it
 records.py                 reading, repairing and appending the JSON-lines files of a run
 requests.py                signals and `make stop`: how all ranks agree to end after one step

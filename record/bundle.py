@@ -22,7 +22,8 @@ FOLDER = "bundles"
 TAIL_BYTES = 1 << 18  # more lines than the statistics' usual window and a spike together
 ENDS = {"metrics.jsonl": "metrics.jsonl", "events.jsonl": "events.jsonl",
         "ledger.jsonl": "ledger/steps.jsonl"}  # fmt: skip
-WHOLE = ("history.jsonl", "recipe.yaml", "layout.json", "ds_config.json", "environment.json")
+WHOLE = ("history.jsonl", "recipe.yaml", "layout.json", "ds_config.json", "plan.json",
+         "environment.json")  # fmt: skip
 
 
 def write_bundle(folder: Path, name: str, known: Mapping[str, str]) -> Path:

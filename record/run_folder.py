@@ -1,6 +1,7 @@
 """The folder of a run, `runs/<run>/`: made once, by rank 0, just before training.
 
     recipe.yaml  layout.json  ds_config.json  environment.json      description of the run
+    plan.json                                                       what the plan chose, predicts
     metrics.jsonl  events.jsonl  ledger/  tensorboard/              what happened
     .lock  lease/                                                   who may write
 

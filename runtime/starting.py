@@ -33,6 +33,7 @@ from recipes.schema import Recipe
 from record import environment, history, run_folder
 from record.attempts import record_nothing_left
 from record.heartbeat import HEART
+from record.predictions import PLAN
 from record.records import LEDGER, make_way
 from record.resuming import compare, read_state
 from runtime.engine.engine import decoder_config
@@ -96,6 +97,7 @@ def description(recipe: Recipe, resolved: Resolved) -> dict[str, str | dict]:
         "recipe.yaml": recipe_yaml(recipe),
         "layout.json": resolved.layout.as_dict() | {"places": places(resolved.layout)},
         "ds_config.json": resolved.config,
+        PLAN: process.given_plan(),
     }
 
 

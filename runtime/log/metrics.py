@@ -29,6 +29,7 @@ from base.units import GIB, MIB
 from base.values import counted
 from checkpoint.lineage import lineage_of
 from record import attempts, goodput, records
+from record.predictions import ranks_of
 from record.records import DEVICES, METRICS, METRICS_HAVE, RANKS, read_metrics
 from runtime.engine import memory
 from runtime.log import wandb_mirror
@@ -423,12 +424,6 @@ def summary(path: Path, segment: int | None = None) -> dict[str, Any]:
         "ranks": ranks,
         "other_ranks": any(world not in (ranks, None) for world in worlds),
     }
-
-
-def ranks_of(line: Mapping[str, Any]) -> int | None:
-    """Number of ranks that trained a step; None where its speed is not known."""
-    all_ranks, one = line.get("tokens_per_s"), line.get("tokens_per_s_per_rank")
-    return round(all_ranks / one) if all_ranks and one else None
 
 
 def quartiles(values: list[float | None]) -> tuple[float | None, float | None, float | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from record import run_folder
 from record.alerts import AlertSender
 from record.failure import failure_of
 from record.heartbeat import HEART
+from record.predictions import EARLY, event_of
 from record.requests import AskedEarly
 from runtime.ds_config.state_bytes import of_layout
 from runtime.engine.engine import StepResult
@@ -82,6 +83,7 @@ class RunRecord:
     ):
         self._validation = validation
         self.ledger, self.tokens_after = ledger, tokens_after
+        self._folder, self._after_step = folder, after_step
         self.is_closed = False
         self._has_warned = self._is_failing = False
         self._late: Finished | None = None  # the newest step; its scalars are not read yet
@@ -159,6 +161,15 @@ class RunRecord:
             scalars=scalars,
         )
         self.console.step(self.writer.step(numbers))
+        if data.step == self._after_step + 1 + EARLY:  # the first one is warm-up
+            self.compare_prediction(data.step)
+
+    def compare_prediction(self, step: int | None, peaks_gib: Sequence[float] = ()) -> None:
+        """Record and print what the plan predicted beside what was measured so far."""
+        found = event_of(self._folder, [peak for peak in peaks_gib if peak is not None])
+        if found is not None:
+            self.writer.event("prediction", step=step, **found)
+            self.console.log(found["text"])
 
     def sync(self) -> None:
         """Make the lines of all steps durable.
@@ -315,6 +326,7 @@ class RunRecord:
     def close(self, cause: str, **facts: Any) -> None:
         """Record the end with `facts`, finish every file, and print the run's numbers."""
         self._long_step.close()
+        self.compare_prediction(facts.get("step"), facts.get("peak_memory_gib", ()))
         self.writer.event(cause, **facts)
         self.is_closed = True
         self.alert.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ from base.launcher_variables import of_mpi, unused
 from base.parent_death import signal_at_parent_death
 from base.paths import CACHE
 from base.redaction import redact, secret_values
-from base.run_variables import LAUNCH
+from base.run_variables import LAUNCH, PLAN
 from base.values import counted
 from recipes.schema import Cluster
 from record.trust import keep_to_owner
@@ -74,6 +75,11 @@ def launched_world() -> int:
 def launched_rank() -> int:
     """Global rank given by the launcher; 0 when there is no launcher."""
     return _number("RANK", "SLURM_PROCID", default=0)
+
+
+def given_plan() -> dict[str, Any]:
+    """What the launcher's plan chose and predicts (plan.json); says so where there was none."""
+    return json.loads(os.environ.get(PLAN) or '{"predicted": null, "why": "no plan was made"}')
 
 
 def check_launcher() -> None:

@@ -49,6 +49,13 @@ def test_json_holds_exact_values(capsys):
     peaks = [stage["peak"] for stage in winner["memory_of_stages_bytes"]]
     assert winner["memory_bytes"] == max(peaks)
     assert shown["assumed"]
+    assert shown["run"].startswith("make pretrain RECIPE=70b HOSTFILE=hosts NPROC=8")
+    assert shown["fit"] + shown["at_edge"] + len(shown["too_large"]) > 50
+    assert shown["slower"][0]["loses_s"] > -1
+    assert {"limited_by", "changes", "host_memory_bytes", "run"} <= winner.keys()
+    sides = ["--json", "--cluster=h100", "--nodes=4", "--versus=zero=3|zero=1", "7b"]
+    both = json.loads(said(plan, capsys, *sides))
+    assert both["one"]["knobs"] != both["other"]["knobs"]
 
 
 @pytest.mark.parametrize(

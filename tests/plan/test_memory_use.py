@@ -10,6 +10,7 @@ import pytest
 from ranks import ROOT, run_ranks
 
 from base.units import GIB
+from model.cost import num_parameters
 from parallel.layout import parameters_per_stage
 from plan.machine import machine_of
 from plan.memory_use import (
@@ -17,6 +18,7 @@ from plan.memory_use import (
     FITS,
     RESERVE,
     TOO_LARGE,
+    host_parts,
     in_flight,
     memory_of_stages,
     stage_parameters,
@@ -24,7 +26,8 @@ from plan.memory_use import (
     verdict,
     worst,
 )
-from plan.search import option_of, search
+from plan.recipe_jobs import machine_for
+from plan.search import option_of, search, why_slower
 from plan.workload import Job, Shape
 from recipes.compose import compose
 from recipes.schema import Model
@@ -135,6 +138,34 @@ def test_offloaded_states_are_counted_in_host_memory():
     assert memory.optimizer == 0
     assert memory.gradients == 0
     assert memory.host == pytest.approx(own * (4 + 4 + 12) / 8)
+
+
+def test_a_layout_whose_hosts_run_out_of_memory_is_not_proposed():
+    """PLN-11: eight ranks of a host with 64 GiB, states offloaded."""
+    recipe = compose(
+        "7b", ["cluster=a100", "zero=zero3_offload", "cluster.host_memory_gib=64"]
+    ).recipe
+    machine, assumed = machine_for(recipe)
+    assert not [line for line in assumed if "host_memory" in line]
+    free = ["micro_batch", "recompute"]
+    found = search(recipe, 8, machine, free)
+    assert found.winner is None
+    least = found.large[0]
+    parts = host_parts(least.job)
+    assert least.host_bytes == pytest.approx(8 * sum(parts.values()))
+    assert parts["offloaded states"] == pytest.approx(
+        20 * num_parameters(recipe.model) / 8, rel=1e-3
+    )
+    assert "GiB of host memory" in why_slower(least, least)
+    large = dataclasses.replace(machine, host_memory_gib=1024.0)
+    winner = search(recipe, 8, large, free).winner
+    assert winner is not None
+    assert winner.host_bytes <= large.usable_host_bytes
+    # A save in the background copies fp32 weights and both moments; a save in the step does not.
+    is_sync = dataclasses.replace(winner.job, saves_in_background=False)
+    copied = host_parts(winner.job)["snapshot of a save"]
+    assert copied == pytest.approx(12 * num_parameters(recipe.model) / 8, rel=1e-3)
+    assert host_parts(is_sync)["snapshot of a save"] == 0
 
 
 def test_the_verdict_compares_bytes_and_gb_are_not_gib():

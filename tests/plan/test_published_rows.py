@@ -66,6 +66,18 @@ def test_every_row_is_a_job_or_a_reason_and_the_data_names_its_sources():
     assert {run.family for run in runs} >= {"NVIDIA recipes", "llm-foundry", "Zero Bubble"}
 
 
+def test_where_the_chunks_of_a_pipeline_are_unknown_a_large_bubble_is_interleaved_away():
+    row = next(row for row in read(PUBLISHED / "throughput.csv") if row["pp"] == "8")
+    row |= {"source": "x", "framework": "Megatron-Core", "year": "2024", "layers": "96", "vpp": "",
+            "n_gpus": "64", "tp": "8", "cp": "1", "dp": "1", "micro_batch": "1", "notes": "",
+            "complete": "1", "kind": "benchmark", "precision": "bf16", "ep": "",
+            "step_time_s": "10"}  # fmt: skip
+    chunks = [
+        published_run(row | {"global_batch": str(size)}).job.virtual for size in (8, 16, 35, 512)
+    ]
+    assert chunks == [9, 5, 2, 2]
+
+
 def test_what_is_not_published_is_listed():
     run = published_run(row_of("v25.02", model="Llama-3.1-8B", precision="bf16"))
     assert run.unknown == ("recompute",)

@@ -56,6 +56,7 @@ def test_a_run_leaves_the_folder_that_is_promised(pair):
         "recipe.yaml",
         "layout.json",
         "ds_config.json",
+        "plan.json",
         "environment.json",
         "metrics.jsonl",
         "events.jsonl",
