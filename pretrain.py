@@ -142,6 +142,7 @@ def prepare(arguments: list[str]) -> Run | None:
         report_finished(recipe, stands.step, resolved.total_steps)
         record_finished(folder, stands.step, layout.world)
         return None
+    together(ranks, lambda: stream.check_rest(resolved.last_step, stands.step), "data.skip")
     origin, notes = together(ranks, lambda: origin_of(recipe, stands.step, stream), "init_from")
     label = origin.label if origin else None
     same_everywhere(label, stream.state(), recipe, ranks)

@@ -90,28 +90,34 @@ def check_epochs(uses: list[SourceUse], steps: int) -> list[str]:
     return warnings
 
 
-def check_updates(skips: Skips, steps: int) -> None:
-    """Refuse a skip list that leaves no step of the run to train. Raises UserError."""
-    first, last = skips.data_step(1), skips.data_step(steps)
+def check_updates(skips: Skips, steps: int, after: int = 0) -> None:
+    """Refuse a skip list that leaves no step of after + 1 .. steps to train. Raises UserError."""
+    first, last = skips.data_step(after + 1), skips.data_step(steps)
     left_out = merged([*skips.advance, *skips.no_update])
     if any(low <= first and last < high for low, high in left_out):
         raise UserError(
-            f"data.skip.no_update covers all {steps} steps: nothing would be trained; shorten it,"
-            " or train more steps"
+            f"data.skip.no_update covers all {steps - after} steps{rest(after)}: nothing would be"
+            " trained; shorten it, or train more steps"
         )
 
 
-def check_targets(stream: Stream, steps: int) -> None:
-    """Raises UserError where the masks leave no target in any step of the run."""
+def check_targets(stream: Stream, steps: int, after: int = 0) -> None:
+    """Raises UserError where the masks leave no target in any step of after + 1 .. steps."""
     if not stream.skips.masks:
         return
-    if any(stream.has_targets(step) for step in range(1, min(steps, MOST_CHECKED) + 1)):
+    last = min(steps, after + MOST_CHECKED)
+    if any(stream.has_targets(step) for step in range(after + 1, last + 1)):
         return
-    count = f"any of the {steps}" if steps <= MOST_CHECKED else f"the first {MOST_CHECKED}"
+    count = f"any of the {steps - after}" if last == steps else f"the first {MOST_CHECKED}"
     raise UserError(
-        f"data.skip.mask leaves no target in {count} steps: nothing would be trained; mask fewer"
-        " documents or data steps"
+        f"data.skip.mask leaves no target in {count} steps{rest(after)}: nothing would be trained;"
+        " mask fewer documents or data steps"
     )
+
+
+def rest(after: int) -> str:
+    """Words for the steps that a run which goes on from step `after` still has."""
+    return f" after step {after}, from which the run goes on" if after else ""
 
 
 def twins(corpora: Mapping[str, Corpus]) -> list[str]:

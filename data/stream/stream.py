@@ -318,8 +318,7 @@ class Stream:
         """
         if eval_tokens:
             self._evaluation_set(eval_tokens)
-        check_updates(self.skips, steps)
-        check_targets(self, steps)
+        self.check_rest(steps)
         notes = [note for corpus in self.corpora for note in corpus.notes]
         if eval_tokens:
             notes += few_documents(sum(s.num_documents for s in self._valid.splits if s))
@@ -327,6 +326,11 @@ class Stream:
         notes += twins(by_uid) + different_ends(by_uid)
         notes += without_begin(by_uid) if self.data.attend == "within" else []
         return notes + check_epochs(self.usage(steps), steps)
+
+    def check_rest(self, steps: int, after: int = 0) -> None:
+        """Raises UserError where no step of after + 1 .. steps would train."""
+        check_updates(self.skips, steps, after)
+        check_targets(self, steps, after)
 
     def has_targets(self, step: int) -> bool:
         """True where a step moves the weights: its batch trains, and some target is left."""

@@ -71,6 +71,13 @@ def grown(clone, warm) -> Path:
     done = warm.start(*words, *LATER)
     assert done.returncode == REFUSED
     assert done.stdout.count("allow it by name") == 4
+    every = [f"{{source:{uid},documents:[0,200],steps:[7,null]}}" for uid in "ab"]
+    done = warm.start(
+        *words, "data.skip.advance=[[2,4]]", f"data.skip.mask=[{','.join(every)}]",
+        "allow=[data.skip]",
+    )  # fmt: skip
+    assert done.returncode == REFUSED
+    assert "leaves no target in any of the 9 steps after step 5" in done.stdout
     done = start(clone, *words, *LATER, "allow=[data.skip,data.sources]", nproc=2)
     assert done.returncode == FINISHED, done.stdout
     assert "SKIPPED: nothing to train on (data.skip)" in done.stdout

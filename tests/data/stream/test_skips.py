@@ -231,6 +231,16 @@ def test_masks_that_leave_no_target_in_any_step_are_refused_before_step_1(root):
     assert not [line for line in both.check(7) if "mask" in line]
 
 
+def test_masks_that_leave_no_target_after_a_resume_are_refused(root):
+    mask = entry("prose", (0, 120), (4, None))
+    stream = stream_of(root, {"prose": 1}, skip=Skip(mask=(mask,)))
+    assert stream.check(8) == stream_of(root, {"prose": 1}).check(8)
+    stream.check_rest(8, after=3)
+    words = "no target in any of the 4 steps after step 4, from which the run goes on"
+    with pytest.raises(UserError, match=words):
+        stream.check_rest(8, after=4)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
