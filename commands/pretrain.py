@@ -62,10 +62,11 @@ from launch.ranks.screen import Screen
 from launch.ranks.start import StopSignals
 from launch.slurm import requeued
 from launch.supervise import Alert, AttemptStart, supervise
+from launch.trial import Trial
 from parallel.legal import split_group_problem
 from plan.choose import is_auto, prediction, with_choices
 from recipes.compose import compose_command
-from recipes.composed_file import Composed, composed_text
+from recipes.composed_file import Composed
 from recipes.schema import Recipe
 from record.alerts import AlertSender
 from record.attempts import Attempt, Progress
@@ -96,16 +97,21 @@ def main(arguments: list[str]) -> int:
         predicted, lines = prediction(composed.recipe, world)
         if predicted:
             log(lines[0])
-        plan = {"predicted": predicted, "choice": choice}
-        plan |= {} if predicted else {"why": lines}
-        os.environ[PLAN] = json.dumps(plan)  # for the ranks of every attempt
+        plan = {"predicted": predicted} | ({} if predicted else {"why": lines})
+
+        def record(choice: Mapping[str, Any] | None) -> None:
+            os.environ[PLAN] = json.dumps({**plan, "choice": choice})  # for the ranks
+
+        record(choice)
+        chosen = [text for text in given if not is_auto(text)]
+        trial = Trial(composed, choice, chosen, compose_checked, record)
         if options.with_parent or "MAKELEVEL" in os.environ:
             end_with_parent()
             hang_up_with_parent()
         report_left_over(options.slurm)
         if place is None:
-            return start_here(composed, per_host, options.once)
-        status = start_across(composed, place, per_host, options.once)
+            return start_here(trial, per_host, options.once)
+        status = start_across(trial, place, per_host, options.once)
         return requeued(status, os.environ) if options.slurm else status
     except UserError as error:
         return refuse(error)
@@ -132,12 +138,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def start_here(composed: Composed, ranks: int | None, once: bool) -> int:
+def start_here(trial: Trial, ranks: int | None, once: bool) -> int:
     """Check the recipe and start ranks of this machine; returns the exit status.
 
     Without a number of `ranks` all GPUs get one, as far as the recipe can use them.
     """
-    recipe = composed.recipe
+    recipe = trial.composed.recipe
     is_given, ranks = ranks is not None, ranks or ranks_of_gpus(recipe) or 1
     port = wanted_port(os.environ) if ranks > 1 else None
     if port is not None and not network.is_free(port):
@@ -151,7 +157,7 @@ def start_here(composed: Composed, ranks: int | None, once: bool) -> int:
         print(note, file=sys.stderr)
     supervisor_log = SupervisorLog(ROOT / "runs" / recipe.run)
     forget(supervisor_log.folder)  # requests to an attempt that is over
-    run = RunHere(recipe, composed_text(composed), ranks, port, is_given)
+    run = RunHere(recipe, trial, ranks, port, is_given)
     facts = functools.partial(host_facts, os.environ)
     with start.catch_signals() as stop_signals, alerts_of(recipe, supervisor_log) as alert:
         return keep_alive(run, recipe, supervisor_log, once, stop_signals, alert, facts)
@@ -162,7 +168,7 @@ class RunHere:
     """A run whose ranks are all on this machine."""
 
     recipe: Recipe
-    composed: str  # the recipe as text, for the ranks of every attempt
+    trial: Trial  # the recipe as text, for the ranks of every attempt
     ranks: int
     port: int | None
     is_given: bool  # the number of ranks
@@ -190,7 +196,7 @@ class RunHere:
         self, screen: Screen, stop_signals: StopSignals, variables: dict[str, str], has_begun: bool
     ) -> Attempt:
         """One attempt of all ranks."""
-        with recipe_file(self.composed) as composed:
+        with recipe_file(self.trial.text) as composed:
             arguments = [str(ROOT / "pretrain.py"), resume_of(self.recipe, has_begun), composed]
             return start.live_here(
                 arguments, self.ranks, ROOT, ROOT / "runs" / self.recipe.run, self.port,
@@ -198,9 +204,9 @@ class RunHere:
             )  # fmt: skip
 
 
-def start_across(composed: Composed, place: Place, per_host: int, once: bool) -> int:
+def start_across(trial: Trial, place: Place, per_host: int, once: bool) -> int:
     """Check the recipe, then the hosts, and start ranks on them; returns the exit status."""
-    recipe = composed.recipe
+    recipe = trial.composed.recipe
     checkpoint_gib = check(recipe, per_host * len(place.cluster.hosts))
     if problem := split_group_problem(recipe, per_host, "NPROC"):
         raise UserError(problem)
@@ -221,7 +227,7 @@ def start_across(composed: Composed, place: Place, per_host: int, once: bool) ->
             supervisor_log, lambda hosts: check(recipe, per_host * hosts, is_running=True),
             alert=alert,
         )  # fmt: skip
-        run = RunAcross(recipe, composed_text(composed), per_host, fleet)
+        run = RunAcross(recipe, trial, per_host, fleet)
         # Ranks of a host that was cut off end by themselves before it counts as lost; their claim
         # on the run may take a little longer.
         busy_s = 2 * recipe.cluster.lost_s
@@ -235,7 +241,7 @@ class RunAcross:
     """A run with `per_host` ranks on each host of a fleet."""
 
     recipe: Recipe
-    composed: str  # the recipe as text, for the ranks of every attempt
+    trial: Trial  # the recipe as text, for the ranks of every attempt
     per_host: int
     fleet: Fleet
 
@@ -263,7 +269,7 @@ class RunAcross:
             f"runs/{recipe.run}",
             recipe.cluster.lost_s,
             recipe.watch,
-            self.composed,
+            self.trial.text,
         )
         return start.live_across(fleet.cluster, order, screen, stop_signals)
 
@@ -284,7 +290,7 @@ def keep_alive(
     return supervise(
         run.prepare,
         supervisor_log,
-        Budget(0 if once else recipe.restart.attempts, before, busy_s),
+        Budget(0 if once else recipe.restart.attempts, before, busy_s, run.trial.shrink),
         stop_signals,
         lambda why: keep_bundle(supervisor_log, why, facts(), os.environ),
         0.0 if once else recipe.restart.wait_s,

@@ -11,6 +11,7 @@ after the same step, are not tried again. Units: seconds, steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from base.exits import DO_NOT_RETRY
@@ -41,11 +42,18 @@ class Budget:
     """Judges the attempts of one launch, one after the other.
 
     `progress` is how far the run had come before them; `busy_s` is how long the ranks of a lost
-    host may still hold the run.
+    host may still hold the run. `shrink()` changes a run whose first step does not fit, and says
+    how; "" where it cannot.
     """
 
-    def __init__(self, attempts: int, progress: Progress, busy_s: float = 0.0):
-        self._attempts, self._busy_s = attempts, busy_s
+    def __init__(
+        self,
+        attempts: int,
+        progress: Progress,
+        busy_s: float = 0.0,
+        shrink: Callable[[], str] = str,
+    ):
+        self._attempts, self._busy_s, self._shrink = attempts, busy_s, shrink
         self._best_step = (progress.segment, progress.step)
         self._best_saved = (progress.segment, progress.saved_step)
         self._fruitless = 0
@@ -75,6 +83,8 @@ class Budget:
         if attempt.cause == "rewound" and (has_progressed or attempt.has_begun):
             return RestartVerdict(True, why="the run was taken back")
         if self._best_step[1] == 0 and attempt.cause in OWN:  # a mistake that a person must correct
+            if attempt.cause == "out_of_memory" and (why := self._shrink()):
+                return RestartVerdict(True, why=why)
             return RestartVerdict(False, attempt.status)
         if why := self._same_out_of_memory(attempt):
             return final(why)

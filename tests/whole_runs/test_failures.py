@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from clones import make_clone, start
+from clones import SMALL, make_clone, start
 from faults import infect
+from ranks import run_command
 
 from commands import status
 from record.records import read_events, read_metrics
@@ -73,3 +75,33 @@ def test_an_attempt_that_finds_the_last_step_saved_leaves_a_line(sick):
     assert status_of(sick).word == "finished"
     start(clone, *ENDS, nproc=1)  # nothing more to say
     assert len(read_events(sick, "attempt")) == len(ends)
+
+
+def test_a_micro_batch_that_the_plan_chose_shrinks_until_the_first_step_fits(tmp_path):
+    """Two ranks; more than one sequence at once is out of memory. A given one is not changed."""
+    clone = make_clone(tmp_path)
+    fault = {"data_steps": [0, 99], "rank": None, "raises": "can't allocate memory"}
+    infect(clone, fault | {"rows_above": 1})
+    words = [word for word in SMALL if not word.startswith("micro_batch")]
+    words += ["cluster.gpu=A100-80GB", "steps=3", "eval_tokens=0", "run=trial"]
+    command = [sys.executable, "-m", "commands.pretrain", "--nproc", "2", "--", *words]
+    done = run_command([*command, "micro_batch=2", "run=given"], 240, cwd=clone, PYTHONPATH="")
+    assert done.returncode != 0
+    (given,) = read_events(clone / "runs" / "given", "attempt")
+    assert given["cause"] == "out_of_memory"
+    done = run_command([*command, "micro_batch=auto"], 400, cwd=clone, PYTHONPATH="")
+    assert done.returncode == 0, done.stdout
+    run = clone / "runs" / "trial"
+    choice = json.loads((run / "plan.json").read_text())["choice"]
+    failed = choice["out_of_memory"]
+    assert failed
+    assert failed == sorted(failed, reverse=True)
+    assert choice["chosen"] == ["micro_batch=1"]
+    text = f"out of memory in the first step at micro_batch={failed[0]}, which the plan chose"
+    assert text in done.stdout
+    causes = [event["cause"] for event in read_events(run, "attempt")]
+    assert causes == ["out_of_memory"] * len(failed) + ["finished"]
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["accumulation"] == 4
+    assert "micro_batch: 1\n" in (run / "recipe.yaml").read_text()

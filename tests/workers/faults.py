@@ -3,8 +3,9 @@
     FAULTS.json beside pretrain.py: [{"data_steps": [20, 23], "rank": 1, "factor": "nan"}]
 
 The product has no hook for this: `infect` rewrites the clone's own pretrain.py. `rank` null = all
-ranks. `factor` multiplies the loss, and so its gradient; `raises` is the text of a RuntimeError;
-`sleep_s` seconds pass in C code, where no signal handler of Python runs.
+ranks. `factor` multiplies the loss, and so its gradient; `raises` is the text of a RuntimeError,
+with `rows_above` only for larger micro-batches; `sleep_s` seconds pass in C code, where no signal
+handler of Python runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def install() -> None:
         for fault in faults:
             first, end = fault["data_steps"]
             if first <= now["data_step"] < end and fault["rank"] in (None, rank):
-                if "raises" in fault:
+                if "raises" in fault and len(arguments[0]) > fault.get("rows_above", 0):
                     raise RuntimeError(fault["raises"])
                 stand_in_c(fault.get("sleep_s", 0))
                 value = value * float(fault.get("factor", 1))

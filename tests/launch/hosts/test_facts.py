@@ -18,6 +18,7 @@ from base.errors import UserError
 from commands import pretrain
 from launch.hosts import facts, network
 from launch.hosts.own_gpus import ranks_of_gpus
+from launch.trial import Trial
 from recipes.compose import compose
 from recipes.composed_file import Composed
 
@@ -56,8 +57,9 @@ def test_a_start_on_this_machine_refuses_an_ailing_card_of_its_ranks(tmp_path, m
     recipe = compose("tiny", ["run=a"]).recipe
     monkeypatch.setattr(pretrain, "ROOT", tmp_path)
     monkeypatch.setattr(pretrain, "check", lambda recipe, ranks: 0.0)
+    trial = Trial(Composed(recipe, {}, [], Path()), None, [], None, None)
     with pytest.raises(UserError, match=r"GPU 1: a memory row waits for a reset.*reset the GPU"):
-        pretrain.start_here(Composed(recipe, {}, [], Path()), 2, once=False)
+        pretrain.start_here(trial, 2, once=False)
     assert not (tmp_path / "runs").exists()
 
 
