@@ -231,6 +231,16 @@ def test_masks_that_leave_no_target_in_any_step_are_refused_before_step_1(root):
     assert not [line for line in both.check(7) if "mask" in line]
 
 
+def test_a_resumed_run_whose_rest_is_without_an_update_is_refused(root):
+    """Steps 1 to 4 train; from the resume after step 4 on nothing would."""
+    skipping = stream_of(root, {"prose": 1}, skip=Skip(no_update=((4, 8),)))
+    assert skipping.check(8) == []
+    skipping.check_rest(9, after=4)
+    words = "covers all 4 steps after step 4, from which the run goes on: nothing would be trained"
+    with pytest.raises(UserError, match=words):
+        skipping.check_rest(8, after=4)
+
+
 def test_masks_that_leave_no_target_after_a_resume_are_refused(root):
     mask = entry("prose", (0, 120), (4, None))
     stream = stream_of(root, {"prose": 1}, skip=Skip(mask=(mask,)))

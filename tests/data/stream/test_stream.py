@@ -396,16 +396,6 @@ def test_a_run_whose_steps_are_all_without_an_update_is_refused(root):
         stream.check(8)
 
 
-def test_a_resumed_run_whose_rest_is_without_an_update_is_refused(root):
-    """Steps 1 to 4 train; from the resume after step 4 on nothing would."""
-    skipping = stream_of(root, {"prose": 1}, skip=Skip(no_update=((4, 8),)))
-    assert skipping.check(8) == []
-    skipping.check_rest(9, after=4)
-    words = "covers all 4 steps after step 4, from which the run goes on: nothing would be trained"
-    with pytest.raises(UserError, match=words):
-        skipping.check_rest(8, after=4)
-
-
 def test_an_id_that_the_manifest_hides_is_refused_with_its_batch(tmp_path):
     write_corpus(tmp_path / "c", [[1, 999, *range(2, 60)]])
     manifest = read_manifest(tmp_path / "c")
