@@ -68,8 +68,8 @@ def few_documents(num_documents: int) -> list[str]:
     held_out = "is" if num_documents == 1 else "are"
     return [
         f"only {counted(num_documents, 'document')} {held_out} held out for validation: its loss"
-        " depends on their kind of text. Hold out more: build the corpus with valid=0.05"
-        " (make corpus OVERRIDES=valid=0.05) or name documents in held_out"
+        " depends on their kind of text. Hold out more: build the corpus with"
+        " OVERRIDES=valid=0.05, or name documents in held_out"
     ]
 
 

@@ -61,7 +61,8 @@ def test_files_that_commands_and_pages_name_are_there():
 
 def test_the_readme_leads_to_every_page_and_promises_name_tests_that_are_there():
     readme = (ROOT / "README.md").read_text()
-    assert {f"docs/{page.name}" for page in DOCS} == set(re.findall(r"\]\((docs/\S+)\)", readme))
+    linked = set(re.findall(r"\]\((docs/\S+\.md)\)", readme))
+    assert {f"docs/{page.name}" for page in DOCS} == linked
     promises = (ROOT / "docs" / "promises.md").read_text()
     held_by = set(re.findall(r"`(test_\w+\.py)`", promises))
     assert len(held_by) > 40

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from clones import make_clone, start
-from ranks import ROOT
+from ranks import ROOT, run_command
 
 from record.records import read_metrics
 
@@ -35,7 +34,8 @@ def clone(tmp_path_factory) -> Path:
     """A copy of the project with every patch applied."""
     clone = make_clone(tmp_path_factory.mktemp("extended"))
     for patch in PATCHES:
-        subprocess.run(["git", "apply", str(patch)], cwd=clone, check=True, timeout=60)
+        done = run_command(["git", "apply", str(patch)], 60, cwd=clone)
+        assert done.returncode == 0, done.stdout
     return clone
 
 
@@ -62,9 +62,7 @@ def test_the_extensions_train_resume_on_another_layout_and_export(clone):
         assert line["scalars"]["loss/perplexity"] == pytest.approx(math.exp(line["loss"]), 1e-5)
     manifest = json.loads((clone / "corpora" / "arithmetic" / "manifest.json").read_text())
     assert manifest["name"] == "arithmetic"
-    made = subprocess.run(
-        ["make", "export", "RUN=extended", "OUT=out", f"PYTHON={sys.executable}"],
-        cwd=clone, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stdout + made.stderr
+    command = ["make", "export", "RUN=extended", "OUT=out", f"PYTHON={sys.executable}"]
+    made = run_command(command, 300, cwd=clone)
+    assert made.returncode == 0, made.stdout
     assert json.loads((clone / "out" / "config.json").read_text())["hidden_act"] == "mish"
