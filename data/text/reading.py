@@ -47,6 +47,8 @@ UNPACKERS = {
 }
 LONG_WINDOW = "requires too much memory"  # the error of zstd's own library, whose limit is 128 MiB
 
+WEB_PAGE = (b"<!doctype html", b"<html")  # how a page begins, in lower case
+
 Advance = Callable[[int], None]  # takes the bytes of the input that were read since the last call
 
 
@@ -372,7 +374,12 @@ def _whole(number: int, file: InputFile) -> InputRecord:
     """A text file as one document."""
     with opened(file) as (stream, _):
         data = stream.read(MOST_LINE_BYTES + 1)
-    return _limited(InputRecord(number, 1, 0, len(data), data))
+    record = _limited(InputRecord(number, 1, 0, len(data), data))
+    if data[:200].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(WEB_PAGE):
+        record.problem = ("web_page", "is a web page, as a failed download leaves it: fetch the"
+                          " file again, or give pages that are meant as .jsonl")  # fmt: skip
+        record.raw, record.data = data, None
+    return record
 
 
 def _limited(record: InputRecord) -> InputRecord:

@@ -75,6 +75,14 @@ SWITCHED = ("fp16", "amp")
 # Names of optimizers that train as the recipe's does: DeepSpeed's Adam decays weights as AdamW.
 SAME_OPTIMIZER = {"adamw": ("adam", "adamw", "fusedadam", "cpuadam"), "sgd": ("sgd",)}
 
+# Options of these optimizers in torch and DeepSpeed; another name is a slip.
+OPTIONS = (
+    "lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "adam_w_mode",
+    "torch_adam", "fused", "foreach", "maximize", "capturable", "differentiable", "momentum",
+    "dampening", "nesterov", "set_grad_none", "fp32_optimizer_states",
+)  # fmt: skip
+PARAMS = "optimizer.params."
+
 # DeepSpeed's defaults of keys that ask for something: with these values they ask for nothing.
 NEUTRAL = {
     OFFLOAD: "none",
@@ -124,12 +132,17 @@ def leave_out(leaves: Leaves, recipe: Recipe, stage: int) -> list[str]:
             left_out.setdefault(block, instead)
     for key, (_, origin) in list(leaves.items()):
         is_left_out = any(key == block or key.startswith(f"{block}.") for block in left_out)
-        if is_left_out and not is_override(origin):
+        if is_left_out and not is_override(origin) and not is_unknown_option(key):
             del leaves[key]
     if not left_out:
         return []
     listed = ", ".join(f"{key} ({instead})" for key, instead in left_out.items())
     return [f"zero={recipe.zero}: no effect here, and left out: {listed}"]
+
+
+def is_unknown_option(key: str) -> bool:
+    """True for an option of the optimizer that no optimizer here has: a misspelt one."""
+    return key.startswith(PARAMS) and key.removeprefix(PARAMS).split(".")[0] not in OPTIONS
 
 
 def _is_neutral(key: str, value: Any, stage: int) -> bool:

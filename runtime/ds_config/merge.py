@@ -19,7 +19,13 @@ from base.errors import UserError
 from base.paths import ROOT
 from base.values import as_float, as_int, as_written, did_you_mean
 from recipes.schema import Recipe
-from runtime.ds_config.idle_keys import TRANSFORMERS_AUTO, leave_out
+from runtime.ds_config.idle_keys import (
+    OPTIONS,
+    PARAMS,
+    TRANSFORMERS_AUTO,
+    is_unknown_option,
+    leave_out,
+)
 from runtime.ds_config.key_rules import (
     ACCUM_DTYPE,
     COMM_DTYPE,
@@ -43,6 +49,7 @@ from runtime.ds_config.keys import (
     NVME,
     OFF,
     OLD_BF16,
+    OPTIMIZER,
     OWNED,
     REFUSED,
     refusal,
@@ -325,6 +332,9 @@ def _check_leaves(leaves: Leaves, fixed: Fixed) -> tuple[list[str], Leaves]:
         if key in fixed:
             if not equal(value, fixed[key][0]):
                 problems.append(f"{given}: {fixed[key][1]}; remove it")
+        elif is_unknown_option(key) and "optimizer.type" not in leaves:
+            near = did_you_mean(key, [PARAMS + name for name in OPTIONS])
+            problems.append(f"{named(key, origin)}: no such option{near.rstrip('.')}; {OPTIMIZER}")
         elif refused:
             block, reason = refused
             what = given if block == key else named(block, origin)

@@ -409,3 +409,14 @@ def test_begin_tokens_are_put_where_asked_and_refused_where_there_is_none(tmp_pa
     none = word_tokenizer(tmp_path / "n", ["[UNK]", "cat"])
     with pytest.raises(UserError, match="has no end token"):
         open_tokenizer(str(none))
+
+
+def test_a_web_page_in_a_text_file_is_no_document(tmp_path):
+    """A download that failed leaves the page of the error (datasets#7718)."""
+    page = "\n <!DOCTYPE html>\n<html><title>404 Not Found</title></html>\n"
+    files = {"a.txt": "An ordinary document about <html> tags.", "b.txt": page}
+    source = write_files(tmp_path / "in", files)
+    with pytest.raises(UserError, match=r"b.txt:1: is a web page, as a failed download leaves it"):
+        build(source, tmp_path / "c", "valid=0")
+    assert build(source, tmp_path / "d", "max_bad=1", "valid=0")["counts"]["aside_web_page"] == 1
+    assert texts_of(tmp_path / "d") == [files["a.txt"]]

@@ -76,6 +76,15 @@ def test_values_of_the_files_optimizer_that_are_not_used_are_named(own_json):
     assert "betas" not in line
 
 
+def test_misspelt_options_of_the_files_optimizer_are_refused_with_the_nearest(own_json):
+    params = {"lrr": 3e-5, "wieght_decay": 0.3, "betas": [0.9, 0.95], "torch_adam": True}
+    block = {"type": "AdamW", "params": params}
+    first, second = refused(own_json({"optimizer": block, "zero_optimization": {"stage": 1}}))
+    assert "optimizer.params.lrr" in first
+    assert "no such option; did you mean optimizer.params.lr?; the optimizer is ours" in first
+    assert "did you mean optimizer.params.weight_decay?" in second
+
+
 @pytest.mark.parametrize("kind", ["OneBitAdam", "Lamb", "Muon", "SGD"])
 def test_another_optimizer_is_refused(own_json, kind):
     block = {"type": kind, "params": {"lr": "auto"}}
