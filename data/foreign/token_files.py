@@ -22,9 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from base.errors import UserError
+from base.values import first_of
 from data.corpus.indexed import HEADER, IndexView, Shard, check_shard
 from data.foreign.known_formats import refused_format
 from data.text.inputs import numeric
+
+SUFFIXES = (".bin", ".ds", ".npy")
+MOST_NAMED = 20  # files of a folder that holds no tokens are listed up to this number
 
 CHUNK_TOKENS = 8 << 20
 CHUNK_DOCUMENTS = 1 << 20
@@ -172,8 +176,15 @@ def _paths(text: str, knob: str) -> list[Path]:
         names = [Path(name) for name in glob.glob(text, recursive=True)]
     # An .idx without its .bin is half of a pair, which must be missed.
     names = {p.with_suffix(".bin") if p.suffix == ".idx" else p for p in names}
-    names = [p for p in names if p.suffix in (".bin", ".ds", ".npy")]
+    given, names = names, [p for p in names if p.suffix in SUFFIXES]
     if not names:
+        others = [
+            f"{p}: {refused_format(p) or 'ends in none of ' + ', '.join(SUFFIXES)}"
+            for p in sorted(given)
+            if p.is_file()
+        ]
+        if others:
+            raise UserError(*first_of(others, MOST_NAMED, "files that are no tokens"))
         raise UserError(
             f"{knob}={text}: there is no such Megatron prefix (.bin and .idx), .ds or .npy file"
         )

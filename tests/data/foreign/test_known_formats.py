@@ -141,3 +141,17 @@ def test_an_array_is_taken_only_where_it_is_declared(tmp_path):
     declared = ImportSettings(vocab_size=1000, eod_id=1, dtype="uint16")
     manifest = import_corpus(str(tmp_path / "x.bin"), tmp_path / "c", None, declared)
     assert manifest["splits"]["train"][0]["tokens"] == len(ids)
+
+
+def test_files_with_other_suffixes_are_named_by_their_format(tmp_path):
+    np.savez(tmp_path / "ids.npz", a=np.arange(9))
+    (tmp_path / "ids.tfrecord").write_bytes(bytes(range(100)))
+    with pytest.raises(UserError) as refused:
+        find_foreign(str(tmp_path), 0, None)
+    zipped, other = refused.value.problems
+    assert zipped.startswith(
+        f"{tmp_path}/ids.npz: is a zip archive (.npz, .pt or other); write its"
+    )
+    assert other == f"{tmp_path}/ids.tfrecord: ends in none of .bin, .ds, .npy"
+    with pytest.raises(UserError, match=r"ids.npz: is a zip archive"):
+        find_foreign(str(tmp_path / "ids.npz"), 0, "uint16")
