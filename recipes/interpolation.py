@@ -117,6 +117,7 @@ def _unresolved(written: Any, error: Exception) -> str:
     """The reason why a knob's ${...} has no value."""
     reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", one_line(error))
     return (
-        f"{written} has no value ({reason.strip(chr(34))}); name another knob, or an environment"
-        " variable that is set: ${oc.env:NAME}"
+        f"{written} has no value ({reason.strip(chr(34))}); name a knob that the recipe or an"
+        " override sets (a default cannot be named), or an environment variable that is set:"
+        " ${oc.env:NAME}"
     )

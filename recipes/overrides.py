@@ -108,6 +108,8 @@ def _form(text: str, plain: re.Match[str] | None) -> str:
     """The form in which an override that Hydra's grammar refuses can be given."""
     if plain is None or not plain[2]:
         return "write knob=value, without blanks beside the ="
+    if "${" in plain[2]:
+        return f"put a nested interpolation in single quotes: {plain[1]}='{plain[2].strip()}'"
     if text.isascii():
         return "write knob=value"
     return "write knob=value, with texts that hold letters beyond ASCII in single quotes"

@@ -64,13 +64,23 @@ def test_a_variable_whose_text_has_an_interpolation_is_no_interpolation(monkeypa
         compose("tiny", ["seed=${oc.env:VALUE}"])
 
 
+def test_a_nested_interpolation_is_taken_in_the_form_that_the_refusal_names(monkeypatch):
+    monkeypatch.setenv("RATE", "3e-4")
+    with pytest.raises(UserError) as refused:
+        compose("tiny", ["optim.lr=${oc.decode:${oc.env:RATE}}"])
+    form = refused.value.problems[0].partition("in single quotes: ")[2]
+    assert form == "optim.lr='${oc.decode:${oc.env:RATE}}'"
+    assert compose("tiny", [form]).recipe.optim.lr == 3e-4
+
+
 @pytest.mark.parametrize("knob", ["ds.zero_optimization.overlap_comm", "ds.x", "optim.lr"])
 def test_a_missing_variable_is_one_line(knob):
     with pytest.raises(UserError) as refused:
         compose("tiny", [f"{knob}=${{oc.env:NOT_THERE}}"], check_ds=lambda ds: [f"saw {ds}"])
     assert refused.value.problems[0] == (
         f"{knob}: ${{oc.env:NOT_THERE}} has no value (Environment variable 'NOT_THERE' not found);"
-        " name another knob, or an environment variable that is set: ${oc.env:NAME}"
+        " name a knob that the recipe or an override sets (a default cannot be named), or an"
+        " environment variable that is set: ${oc.env:NAME}"
     )
     others = ["saw {}"] if knob.startswith("ds.") else []
     assert refused.value.problems[1:] == others
